@@ -1,0 +1,99 @@
+"""What a capture backend offers: one protocol for CUDA graphs and for the CPU recorder.
+
+A *pool* holds the temporary memory of one slot. A *window* is the capture of one variant into a pool: forward graphs
+of all regions in order, then backward graphs in reverse. While the window is open its tensors are ordinary tensors
+and keep their blocks for as long as someone holds them; after it closes every block belongs to the pool again and the
+next variant may use it. `static` gives a non-owning view of a tensor that stays valid for replays.
+
+    with backend.window(pool) as window:
+        graph, out = window.capture(run)     # runs Python once; on CUDA nothing executes
+        window.materialise()                 # out now holds data (an eager stage may read it)
+        handle = window.static(out)
+    graph.replay(); handle.tensor
+"""
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from packgraph.graphs.guard import Journal
+
+Result = TypeVar("Result")
+
+
+class Static(Protocol):
+    """A tensor in a pool: `tensor` is a view of its memory that does not keep the block from being reused."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+class Graph(Protocol):
+    """One captured program."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None:
+        """Free the program; it cannot be replayed afterwards."""
+
+
+class Pool(Protocol):
+    """The memory that the graphs of one slot share."""
+
+    def nbytes(self) -> int:
+        """Bytes reserved for the pool."""
+
+    def poison(self) -> None:
+        """Overwrite the pool with NaN patterns (tests: what is read must have been written by the same replay)."""
+
+
+class Window(Protocol):
+    """The capture of one variant."""
+
+    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]: ...
+
+    def materialise(self) -> None: ...
+
+    def static(self, tensor: torch.Tensor) -> Static: ...
+
+
+class Backend(Protocol):
+    """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live."""
+
+    name: str
+    device_type: str
+    guard_device: str | None
+
+    def new_pool(self) -> Pool: ...
+
+    def window(self, pool: Any, journal: Journal) -> AbstractContextManager[Window]: ...
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run eagerly what is about to be captured, if this backend needs it (lazy handles, compiled kernels)."""
+
+    def generators(self) -> list[torch.Generator]:
+        """The default random generators whose state a capture must leave alone."""
+
+
+def choose_backend(name: str, device: torch.device) -> Backend:
+    """The backend called `name`; `auto` takes CUDA graphs for CUDA modules and the recorder for CPU modules.
+
+    Raises ValueError for an unknown name or a backend that cannot serve `device`.
+    """
+    from packgraph.graphs.cuda import CudaBackend
+    from packgraph.graphs.recorder import RecorderBackend
+
+    if name == "auto":
+        name = "cuda" if device.type == "cuda" else "recorder"
+    if name == "cuda":
+        if device.type != "cuda":
+            raise ValueError(f"backend='cuda' needs a module on a CUDA device; its parameters are on {device}. "
+                             "Move the module first, or use backend='recorder' on the CPU")
+        return CudaBackend(device)
+    if name == "recorder":
+        if device.type != "cpu":
+            raise ValueError(f"backend='recorder' captures CPU modules; the parameters are on {device}. "
+                             "Use backend='cuda' or 'auto'")
+        return RecorderBackend()
+    raise ValueError(f"unknown backend {name!r}: use 'auto', 'cuda' or 'recorder'")

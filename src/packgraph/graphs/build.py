@@ -1,0 +1,313 @@
+"""Building one variant: forward of every region in order, then backward in reverse, into one slot's pool.
+
+    F0 .. F1 .. F2 | B2 B1 B0        `..` = an eager stage, run on real data to give the next region its inputs
+
+What is held while capturing decides which memory may be reused: outputs of a region are held until its own backward
+is captured, gradients until the region that reads them is. Nothing of the user's state changes: parameters are
+aliased, writes are journalled and undone, random generators are put back.
+"""
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from packgraph.graphs.autograd_walk import leaves_behind
+from packgraph.graphs.backend import Graph, Static, Window
+from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.guard import LEAVE_OUT, Journal, Watch
+from packgraph.graphs.parameters import Aliases, GradientBuffers, has_hooks
+from packgraph.graphs.program import Program, hide_lengths
+from packgraph.graphs.region import Input, Made, Output, Passed, Region
+from packgraph.graphs.slot import Slot
+from packgraph.plan.regions import Run
+from packgraph.plan.stages import State
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A static tensor in a slot buffer, in the form of `Static`."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a tensor of the build's state lives: a slot buffer (producer None), or output `number` of a region."""
+
+    tensor: torch.Tensor
+    producer: int | None = None
+    number: int = 0
+
+
+@dataclass
+class _Forward:
+    """A captured forward and the live tensors its backward needs."""
+
+    run: Run
+    graph: Graph
+    inputs: list[Input]
+    leaves: list[torch.Tensor]
+    origins: list[_Origin]
+    outputs: list[torch.Tensor]
+    statics: list[Static]
+    entries: dict[str, Passed | Made]
+    parameters: list[torch.nn.Parameter]
+
+
+@dataclass
+class Variant:
+    """The regions of one key in one slot, by the index of their run."""
+
+    regions: dict[int, Region]
+
+    def reset(self) -> None:
+        """Free all graphs."""
+        for region in self.regions.values():
+            region.reset()
+
+
+class VariantBuild:
+    """One build. observed: numbers of the call's outputs that got gradients in warm-up; empty = not known."""
+
+    def __init__(self, program: Program, slot: Slot, window: Window, aliases: Aliases, buffers: GradientBuffers,
+                 observed: set[int], journal: Journal) -> None:
+        self.program, self.slot, self.window, self.aliases = program, slot, window, aliases
+        self.buffers, self.observed, self.journal = buffers, observed, journal
+        self.origins: dict[int, _Origin] = {}
+        self.alive: list[torch.Tensor] = []
+        self.made: dict[int, list[torch.Tensor]] = {}
+        self.forwards: dict[int, _Forward] = {}
+        self.exposed: set[tuple[int, int]] = set()
+        self.used_eagerly: set[int] = set()
+        self.arriving: dict[tuple[int, int], list[tuple[torch.Tensor, Static]]] = defaultdict(list)
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """Capture all regions for a call with these arguments."""
+        state = detached_state(self.program.begin(args, kwargs))
+        for index, run in enumerate(self.program.runs):
+            state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
+        for number, leaf in enumerate(tree_leaves(self.program.end(state))):
+            if not self.observed or number in self.observed:
+                self._expose(leaf)
+        state = {}
+        regions = {index: self._capture_backward(index) for index in reversed(self.forwards)}
+        return Variant(dict(reversed(regions.items())))
+
+    def _expose(self, leaf: Any) -> None:
+        origin = self.origins.get(id(leaf))
+        if origin is not None and origin.producer is not None and leaf.requires_grad:
+            self.exposed.add((origin.producer, origin.number))
+
+    def _run_eagerly(self, run: Run, state: State) -> State:
+        """Run uncoloured stages on real data; note which captured tensors and parameters they differentiate."""
+        self.window.materialise()
+        with torch.enable_grad(), Watch(self.journal, refuse=False, device=None):
+            result = self.program.run(run, state)
+        for leaf in leaves_behind(tree_leaves(result)):
+            if id(leaf) in self.aliases.parameter_of:
+                self.used_eagerly.add(id(leaf))
+            self._expose(leaf)
+        return self._cut(result, state)
+
+    def _cut(self, result: State, before: State) -> State:
+        """Detach what an eager stage made; what it handed through keeps its identity."""
+        known = {id(t) for t in tree_leaves(before)}
+        return tree_map(lambda t: _leaf(t) if isinstance(t, torch.Tensor) and id(t) not in known else t, result)
+
+    def _capture_forward(self, index: int, run: Run, state: State) -> State:
+        shown, inputs, leaves, origins = self._static_inputs(state)
+        versions = [leaf._version for leaf in leaves]
+        with torch.enable_grad():
+            graph, result = self.window.capture(lambda: self.program.run(run, shown))
+        if versions != [leaf._version for leaf in leaves]:
+            raise CaptureError(f"{self.program.describe(run)} changes one of its inputs in place", user_line(),
+                               "write to a new tensor: the caller's tensor would not change when the graph is replayed")
+        entries, outputs = _describe(result, shown)
+        parameters = self._parameters_of(run, outputs, leaves)
+        statics = [self.window.static(out) for out in outputs]
+        self.forwards[index] = _Forward(run, graph, inputs, leaves, origins, outputs, statics, entries, parameters)
+        made = self.made[index] = [_leaf(out) for out in outputs]
+        for number, tensor in enumerate(made):
+            self.origins[id(tensor)] = _Origin(tensor, index, number)
+        return {key: _build_entry(entry, state, made) for key, entry in entries.items()}
+
+    def _static_inputs(self, state: State) -> tuple[State, list[Input], list[torch.Tensor], list[_Origin]]:
+        """The state as the region sees it: static tensors, cut from everything before."""
+        inputs: list[Input] = []
+        leaves: list[torch.Tensor] = []
+        origins: list[_Origin] = []
+        shown: State = {}
+        for key, value in hide_lengths(state).items():
+            flat, spec = tree_flatten(value)
+            for position, tensor in enumerate(flat):
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                origin, buffer = self._place(tensor)
+                leaf = origin.tensor.detach().requires_grad_(tensor.requires_grad)
+                flat[position] = leaf
+                leaves.append(leaf)
+                origins.append(origin)
+                inputs.append(Input(key, position, tensor.shape, buffer, tensor.requires_grad,
+                                    lend=origin.producer is not None))
+            shown[key] = tree_unflatten(flat, spec)
+        return shown, inputs, leaves, origins
+
+    def _place(self, tensor: torch.Tensor) -> tuple[_Origin, torch.Tensor | None]:
+        """The static home of `tensor`, and the slot buffer if a replay must copy into it."""
+        if id(tensor) in self.origins:
+            return self.origins[id(tensor)], None
+        buffer = self.slot.buffer(("input", len(self.origins)), tensor)
+        buffer.copy_(tensor.detach())
+        self.alive.append(tensor)
+        self.origins[id(tensor)] = _Origin(buffer)
+        return self.origins[id(tensor)], buffer
+
+    def _parameters_of(self, run: Run, outputs: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[Any]:
+        """The aliases that this region differentiates. Raises CaptureError for unregistered trainable tensors."""
+        inputs = {id(leaf) for leaf in leaves}
+        found = []
+        for leaf in leaves_behind(outputs):
+            if id(leaf) in self.aliases.parameter_of:
+                found.append(leaf)
+            elif id(leaf) not in inputs:
+                raise CaptureError(
+                    f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient but "
+                    "is no registered parameter of the module", user_line(),
+                    "register it (nn.Parameter attribute or register_parameter), or pass it as an argument")
+        return found
+
+    def _capture_backward(self, index: int) -> Region:
+        forward = self.forwards[index]
+        outputs = [Output(static, out.requires_grad) for static, out in zip(forward.statics, forward.outputs, strict=True)]
+        region = Region(index, self.program.describe(forward.run), forward.graph, forward.inputs, outputs, forward.entries)
+        starts, gradients = self._incoming(index, forward, outputs)
+        if starts:
+            owned, returned = self._classify(forward.parameters)
+            leaves = [leaf for leaf in forward.leaves if leaf.requires_grad]
+            region.owned = [(self.aliases.parameter_of[id(a)], self._own(a)) for a in owned]
+            wanted = [*leaves, *owned, *returned]
+            region.backward, _ = self.window.capture(
+                lambda: torch.autograd.backward(starts, gradients, inputs=wanted))
+            self._collect(forward, region, owned, returned)
+        self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
+        self.origins = {key: origin for key, origin in self.origins.items() if origin.producer != index}
+        self.made[index], forward.outputs, forward.leaves, forward.origins, forward.statics = [], [], [], [], []
+        return region
+
+    def _incoming(self, index: int, forward: _Forward, outputs: list[Output]) -> tuple[list[Any], list[Any]]:
+        """The outputs that get gradients, and where those arrive."""
+        starts, gradients = [], []
+        for number, output in enumerate(outputs):
+            later = self.arriving[(index, number)]
+            if not output.differentiable or not (later or (index, number) in self.exposed):
+                continue
+            if later:
+                gradient, output.incoming = later[0]
+            else:
+                gradient = self.slot.buffer(("gradient", index, number), forward.outputs[number])
+                output.incoming = Owned(gradient)
+            starts.append(forward.outputs[number])
+            gradients.append(gradient)
+        return starts, gradients
+
+    def _classify(self, aliases: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Which parameters the backward graph accumulates itself, and which return their gradient through autograd."""
+        users: dict[int, int] = defaultdict(int)
+        for forward in self.forwards.values():
+            for alias in forward.parameters:
+                users[id(alias)] += 1
+        owned = [a for a in aliases if users[id(a)] == 1 and id(a) not in self.used_eagerly
+                 and not has_hooks(self.aliases.parameter_of[id(a)])]
+        taken = {id(a) for a in owned}
+        return owned, [a for a in aliases if id(a) not in taken]
+
+    def _own(self, alias: torch.nn.Parameter) -> torch.Tensor:
+        buffer = self.buffers.buffer(self.aliases.parameter_of[id(alias)])
+        alias.grad = buffer
+        return buffer
+
+    def _collect(self, forward: _Forward, region: Region, owned: list[Any], returned: list[Any]) -> None:
+        """Take the gradients that the backward left on its leaves."""
+        for alias in owned:
+            alias.grad = None
+        for alias in returned:
+            if alias.grad is not None:
+                region.returned.append((self.aliases.parameter_of[id(alias)], self.window.static(alias.grad)))
+                alias.grad = None
+        for entry, leaf, origin in zip(forward.inputs, forward.leaves, forward.origins, strict=True):
+            if leaf.grad is None:
+                continue
+            entry.gradient = self.window.static(leaf.grad)
+            if origin.producer is not None:
+                self.arriving[(origin.producer, origin.number)].append((leaf.grad, entry.gradient))
+            leaf.grad = None
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, cut from what made it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def detached_state(state: State) -> State:
+    """The state cut from the caller's autograd graph; a tensor that occurs twice stays one tensor."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in memo:
+            memo[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
+        return memo[id(leaf)]
+
+    return tree_map(cut, state)
+
+
+def _describe(result: State, shown: State) -> tuple[dict[str, Passed | Made], list[torch.Tensor]]:
+    """How each entry of a region's result is made, and the tensors that the region itself made."""
+    handed = {}
+    for key, value in shown.items():
+        for position, leaf in enumerate(tree_leaves(value)):
+            if isinstance(leaf, torch.Tensor):
+                handed[id(leaf)] = (key, position)
+    outputs: list[torch.Tensor] = []
+    numbers: dict[int, int] = {}
+    entries: dict[str, Passed | Made] = {}
+    for key, value in result.items():
+        if key in shown and value is shown[key]:
+            entries[key] = Passed(key)
+            continue
+        flat, spec = tree_flatten(value)
+        leaves: list[tuple[str, Any]] = []
+        for leaf in flat:
+            if not isinstance(leaf, torch.Tensor):
+                leaves.append(("constant", leaf))
+            elif id(leaf) in handed:
+                leaves.append(("input", handed[id(leaf)]))
+            else:
+                if id(leaf) not in numbers:
+                    numbers[id(leaf)] = len(outputs)
+                    outputs.append(leaf)
+                leaves.append(("output", numbers[id(leaf)]))
+        entries[key] = Made(spec, tuple(leaves))
+    return entries, outputs
+
+
+def _build_entry(entry: Passed | Made, state: State, made: list[torch.Tensor]) -> Any:
+    """The value of an entry during the build."""
+    if isinstance(entry, Passed):
+        return state[entry.key]
+    values = []
+    for kind, what in entry.leaves:
+        source = made[what] if kind == "output" else what
+        values.append(tree_leaves(state[what[0]])[what[1]] if kind == "input" else source)
+    return tree_unflatten(values, entry.spec)
+
+
+def check_outputs(result: Any) -> None:
+    """Raise CaptureError when a call's outputs hold something a replay could not make again."""
+    for leaf in tree_leaves(result):
+        if not isinstance(leaf, torch.Tensor | int | float | str | bool | None):
+            raise CaptureError(f"the module returns a {type(leaf).__name__}, which a graph cannot make", user_line(),
+                               "return tensors in tuples, lists or dicts. " + LEAVE_OUT)

@@ -1,0 +1,105 @@
+"""One capture as a transaction: either a variant is ready, or everything is as before and the error says where.
+
+What is undone in both cases: writes to tensors that existed before (journal), random generator states, the state of
+Python's garbage collector, the autocast cache setting, the module's parameters.
+"""
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from packgraph.graphs.backend import Backend
+from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state
+from packgraph.graphs.errors import CaptureError, raised_line
+from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch
+from packgraph.graphs.parameters import GradientBuffers, aliased_parameters
+from packgraph.graphs.program import Program, hide_lengths
+from packgraph.graphs.slot import Slot
+
+# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
+# where it expected a number raises one of the others. Anything else is not ours to interpret.
+USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
+
+
+@contextlib.contextmanager
+def undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
+    """Undo every effect on tensors and random generators when the block ends, however it ends."""
+    journal = Journal()
+    generators = backend.generators()
+    states = [generator.get_state() for generator in generators]
+    collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
+    gc.disable()
+    torch.set_autocast_cache_enabled(False)
+    with torch.no_grad():
+        for buffer in module.buffers():
+            journal.before_write(buffer)
+    try:
+        yield journal
+    finally:
+        torch.set_autocast_cache_enabled(caching)
+        with torch.no_grad():
+            journal.restore()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        if collecting:
+            gc.enable()
+
+
+def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: set[int],
+                    args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+    """Capture all regions of `program` for a call with these arguments into `slot`.
+
+    Raises CaptureError; nothing has changed then.
+    """
+    with _explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases, \
+            backend.window(slot.pool, journal) as window:
+        return VariantBuild(program, slot, window, aliases, buffers, observed, journal).capture(args, kwargs)
+
+
+def rehearse(program: Program, backend: Backend, observed: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run forward and backward once, watched, where the backend needs a warm-up before it captures.
+
+    Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
+    """
+    with _explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases:
+        backend.warm_up(lambda: _run_watched(program, backend, observed, journal, [*aliases.alias_of.values()], args, kwargs))
+
+
+def _run_watched(program: Program, backend: Backend, observed: set[int], journal: Journal, parameters: list[Any],
+                 args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    state = detached_state(program.begin(args, kwargs))
+    device = backend.guard_device
+    with torch.enable_grad():
+        for run in program.runs:
+            if run.captured:
+                with HostReadGuard(device), Watch(journal, refuse=True, device=device):
+                    state = {**state, **program.run(run, hide_lengths(state))}
+            else:
+                with Watch(journal, refuse=False, device=None):
+                    state = program.run(run, state)
+        result = program.end(state)
+        check_outputs(result)
+        ends = [leaf for number, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, torch.Tensor)
+                and leaf.requires_grad and (not observed or number in observed)]
+        wanted = [p for p in parameters if p.requires_grad]
+        if ends and wanted:
+            with HostReadGuard(device), Watch(journal, refuse=True, device=device):
+                torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn whatever user code raises during a capture into a CaptureError at the user's line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except USER_ERRORS as error:
+        what = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CaptureError(f"{type(error).__name__} while capturing: {what}", raised_line(error.__traceback__),
+                           LEAVE_OUT) from error
+
+

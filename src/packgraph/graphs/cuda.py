@@ -1,0 +1,160 @@
+"""The CUDA backend: `torch.cuda.CUDAGraph` with one private pool per slot.
+
+Rules it keeps: `thread_local` capture mode, so that other threads (data loading, NCCL's watchdog) may go on; one
+capture stream per backend, since pool segments belong to a stream; every graph registers its random generators; a
+failed capture is ended before the error leaves, so that the stream and the generators are usable afterwards.
+"""
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from packgraph.graphs.backend import Result
+from packgraph.graphs.guard import Journal
+
+
+class CudaPool:
+    """A private memory pool of the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.handle = torch.cuda.graph_pool_handle()
+
+    def segments(self) -> list[dict[str, int]]:
+        """The allocator's segments of this pool."""
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle)]
+
+    def nbytes(self) -> int:
+        """Bytes reserved by the allocator for this pool."""
+        return sum(segment["total_size"] for segment in self.segments())
+
+    def poison(self) -> None:
+        """Fill all segments with NaN patterns; they stay mapped while a graph of the pool lives."""
+        torch.cuda.synchronize(self.device)
+        for segment in self.segments():
+            _view(segment["address"], segment["total_size"], self.device).fill_(0xFF)
+
+
+def _view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes at `address`, not owned."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)  # type: ignore[attr-defined]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+
+class CudaStatic:
+    """A non-owning view of a tensor in a pool."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        owner = tensor.untyped_storage()
+        storage = torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined]
+            owner.data_ptr(), tensor.device, owner.nbytes())
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.tensor = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class CudaGraph:
+    """One captured graph."""
+
+    def __init__(self) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        if self.graph is None:
+            raise RuntimeError("this graph was reset")
+        self.graph.replay()
+
+    def reset(self) -> None:
+        """Free the executable graph and its claim on the pool."""
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+
+
+class CudaWindow:
+    """The capture of one variant."""
+
+    def __init__(self, backend: "CudaBackend", pool: CudaPool) -> None:
+        self.backend, self.pool = backend, pool
+        self.graphs: list[CudaGraph] = []
+        self._waiting: list[CudaGraph] = []
+
+    def capture(self, run: Callable[[], Result]) -> tuple[CudaGraph, Result]:
+        """Capture the work that `run` launches; nothing executes."""
+        holder = CudaGraph()
+        graph = holder.graph
+        assert graph is not None
+        for generator in self.backend.extra_generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.stream(self.backend.stream):
+            graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+            ended = False
+            try:
+                result = run()
+                ended = True
+                graph.capture_end()
+            finally:
+                if not ended:
+                    # The capture is void and its end reports that; the error that voided it is the one to show.
+                    with contextlib.suppress(RuntimeError):
+                        graph.capture_end()
+        self.graphs.append(holder)
+        self._waiting.append(holder)
+        return holder, result
+
+    def materialise(self) -> None:
+        """Replay what was captured so far, in order, so that an eager stage can read its results."""
+        for graph in self._waiting:
+            graph.replay()
+        self._waiting = []
+
+    def static(self, tensor: torch.Tensor) -> CudaStatic:
+        """A non-owning view of `tensor`."""
+        return CudaStatic(tensor)
+
+
+class CudaBackend:
+    """Captures modules on one CUDA device."""
+
+    name = "cuda"
+    device_type = "cuda"
+    guard_device = "cuda"
+
+    def __init__(self, device: torch.device, extra_generators: Sequence[torch.Generator] = ()) -> None:
+        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device)
+        self.extra_generators = list(extra_generators)
+
+    def new_pool(self) -> CudaPool:
+        """An empty private pool."""
+        return CudaPool(self.device)
+
+    @contextlib.contextmanager
+    def window(self, pool: CudaPool, journal: Journal) -> Iterator[CudaWindow]:
+        """Open the capture of one variant into `pool`; on an error its graphs are freed."""
+        window = CudaWindow(self, pool)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        done = False
+        try:
+            yield window
+            done = True
+        finally:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            if not done:
+                torch.cuda.synchronize(self.device)
+                for graph in window.graphs:
+                    graph.reset()
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run once on the capture stream: library handles, workspaces and compiled kernels come to life here."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def generators(self) -> list[torch.Generator]:
+        """The device's and the host's default generators, and those the module holds."""
+        index = self.device.index or 0
+        return [torch.default_generator, torch.cuda.default_generators[index], *self.extra_generators]

@@ -1,0 +1,55 @@
+"""Errors that name the user's line.
+
+A message says what happened, where in the user's code, and what to do. The user's line is the innermost frame that
+lies neither in torch nor in the capture machinery; packgraph's own models and ops count as user code.
+"""
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent)
+_MACHINERY = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "plan"))
+_STDLIB = str(Path(traceback.__file__).parent) + "/"
+
+
+class PackgraphWarning(UserWarning):
+    """Something the user should know once: a fallback after a failed capture, a recapture."""
+
+
+class CaptureError(RuntimeError):
+    """A region could not be captured.
+
+    what: the operation or fact. where: `file.py:LINE in function` of the user's code. remedy: what to do.
+    """
+
+    def __init__(self, what: str, where: str, remedy: str) -> None:
+        super().__init__(f"{what}\n  where: {where}\n  to do: {remedy}")
+        self.what, self.where, self.remedy = what, where, remedy
+
+
+def _is_user_file(name: str) -> bool:
+    if name.startswith((_TORCH, "<", *_MACHINERY)):
+        return False
+    return not (name.startswith(_STDLIB) and "site-packages" not in name)
+
+
+def user_line(frame: FrameType | None = None) -> str:
+    """`file.py:LINE in function` of the innermost user frame of the running call stack."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        if _is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "the autograd engine"
+
+
+def raised_line(trace: TracebackType | None) -> str:
+    """`file.py:LINE in function` of the innermost user frame that an exception passed through."""
+    found = ""
+    for frame, line in traceback.walk_tb(trace):
+        if _is_user_file(frame.f_code.co_filename):
+            found = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    return found or user_line()

@@ -1,0 +1,62 @@
+"""Running eagerly instead of replaying: asked for by the user, or forced by a fact; always counted with its reason."""
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+_BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=None)
+
+WARM_UP = "warm-up"
+EVALUATION = "evaluation mode"
+NO_GRAD = "gradients are off"
+UNDECLARED = "capacity not declared"
+DOCUMENTS = "more documents than any capacity"
+UNKNOWN_SHAPE = "unknown shape"
+NO_SLOT = "no free slot"
+CAPTURE_FAILED = "capture failed"
+TOO_MANY_KEYS = "too many different call signatures"
+CLOSED = "closed"
+
+
+@contextlib.contextmanager
+def eager(reason: str) -> Iterator[None]:
+    """Run graphed modules eagerly inside this block; every call is counted under `reason` in their stats.
+
+    Raises ValueError when `reason` is empty: a fallback without a reason cannot be explained later.
+    """
+    if not isinstance(reason, str) or not reason.strip():
+        raise ValueError("packgraph.eager needs a reason, for example packgraph.eager('debugging'): it is counted in stats")
+    token = _BYPASS.set(reason)
+    try:
+        yield
+    finally:
+        _BYPASS.reset(token)
+
+
+def bypass_reason() -> str | None:
+    """The reason of the innermost `eager` block around the caller, or None."""
+    return _BYPASS.get()
+
+
+@dataclass
+class Stats:
+    """What a graphed module has done so far.
+
+    captured: variants captured, counting every region of every slot and key. replayed: calls served by graphs.
+    fallbacks: calls served eagerly, by reason. recaptures: variants dropped and why (a larger bucket took their slot,
+    a parameter's storage was replaced). capture_seconds: time spent capturing. pool_bytes: memory that the pools of
+    all slots hold now.
+    """
+
+    captured: int = 0
+    replayed: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    recaptures: Counter[str] = field(default_factory=Counter)
+    capture_seconds: float = 0.0
+    _pool_bytes: Callable[[], int] = field(default=int, repr=False)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the pools of all slots hold now."""
+        return self._pool_bytes()

@@ -1,0 +1,260 @@
+"""`packgraph.graph`: a module that replays captured graphs, and falls back to eager where it must.
+
+A call goes one way: is there a reason to run eagerly? which key is it? is a slot free, with this key captured? capture
+it if not; copy in, replay, clone out. Every branch that ends in eager execution is counted under its reason.
+"""
+import time
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from packgraph.graphs import fallback
+from packgraph.graphs.backend import Backend, choose_backend
+from packgraph.graphs.build import Variant
+from packgraph.graphs.capture import capture_variant, rehearse
+from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.parameters import Fingerprint, GradientBuffers
+from packgraph.graphs.program import Program
+from packgraph.graphs.refusals import refusal
+from packgraph.graphs.region import replay_region
+from packgraph.graphs.signature import Signature, signature, size_of, undeclared
+from packgraph.graphs.slot import Slot, Slots, Ticket
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.stages import State
+
+MAX_KEYS = 64
+
+
+def graph(
+    module: torch.nn.Module,
+    capacities: Sequence[Capacity] | None = None,
+    backend: str = "auto",
+    warmup: int = 2,
+    slots: int | None = None,
+    strict: bool = False,
+    scope: Iterable[str] | None = None,
+    granularity: str = "chunk",
+) -> "GraphedModule":
+    """Wrap `module` so that training calls replay captured graphs.
+
+    module: any nn.Module; a module with stages (see `plan/stages.py`) can be captured in part. capacities: the shapes
+    that graphs are captured for; None captures every shape that comes. backend: `cuda`, `recorder` (CPU) or `auto`.
+    warmup: eager training calls before the first capture. slots: microbatches that may be in flight (forward done,
+    backward not); None follows what the loop does. strict: raise CaptureError instead of falling back to eager.
+    scope: names of the stages to capture (None = all). granularity: `layer` or `chunk`, where graphs are cut.
+
+    Raises ValueError for an illegal scope, backend or count, with all reasons; CaptureError if `strict` and the module
+    cannot be captured at all (DistributedDataParallel, fully sharded parameters, module hooks).
+    """
+    return GraphedModule(module, capacities, backend, warmup, slots, strict, scope, granularity)
+
+
+class GraphedModule(torch.nn.Module):
+    """What `packgraph.graph` returns: behaves as the module it wraps (parameters, state_dict, train and eval).
+
+    stats: a `Stats`. close(): frees every graph and pool.
+    """
+
+    def __init__(self, module: torch.nn.Module, capacities: Sequence[Capacity] | None, backend: str, warmup: int,
+                 slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str) -> None:
+        super().__init__()
+        if warmup < 0 or (slots is not None and slots < 1):
+            raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
+        # The wrapper shares the module's tables: it has the same parameters, buffers and names, without a prefix.
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self.__dict__["module"] = module
+        self.training = module.training
+        self.capacities = tuple(capacities or ())
+        self.strict = strict
+        self._program = Program(module, scope, granularity)
+        tensor = next(iter([*module.parameters(), *module.buffers()]), None)
+        self.device = tensor.device if tensor is not None else torch.device("cpu")
+        self._backend: Backend = choose_backend(backend, self.device)
+        self._slots = Slots(self._backend, self.device, slots)
+        self._buffers_of_gradients = GradientBuffers()
+        self._fingerprint: Fingerprint | None = None
+        self._warm_calls_left = warmup
+        self._observed: set[int] = set()
+        self._rehearsed: set[Hashable] = set()
+        self._failed: set[Hashable] = set()
+        self._closed = False
+        self.stats = Stats(_pool_bytes=lambda: sum(slot.pool.nbytes() for slot in self._slots.all))
+        reason = refusal(module)
+        if reason is not None:
+            self._complain(CaptureError(reason.what, user_line(), reason.remedy))
+        self._refusal = reason
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend in use."""
+        return self._backend.name
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["module"], name)
+
+    def train(self, mode: bool = True) -> "GraphedModule":
+        """Set training mode of the wrapped module."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module: by replay where possible, eagerly otherwise."""
+        reason = self._reason_for_eager(args, kwargs)
+        if reason is not None:
+            return self._eagerly(reason, args, kwargs)
+        call = signature(args, kwargs, self._backend.device_type)
+        if call.key in self._failed:
+            return self._eagerly(fallback.CAPTURE_FAILED, args, kwargs)
+        self._check_fingerprint()
+        if call.key not in self._rehearsed and len(self._rehearsed) >= MAX_KEYS:
+            return self._eagerly(fallback.TOO_MANY_KEYS, args, kwargs)
+        ticket = self._slots.acquire(call.key)
+        if ticket is None:
+            return self._eagerly(fallback.NO_SLOT, args, kwargs)
+        try:
+            variant = self._variant(call, ticket.slot, args, kwargs)
+        except CaptureError as error:
+            ticket.release()
+            self._failed.add(call.key)
+            self._complain(error)
+            return self._eagerly(fallback.CAPTURE_FAILED, args, kwargs)
+        self.stats.replayed += 1
+        return self._replay(variant, ticket, args, kwargs)
+
+    def build(self, samples: Sequence[tuple[Any, ...]], slots: int | None = None) -> None:
+        """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest first.
+
+        samples: one tuple of call arguments per key; their values are not trained on. slots: how many, default the
+        module's `slots`, or one. Changes no training state. Failures are treated as in a call.
+        """
+        self._check_fingerprint()
+        tickets = self._slots.reserve(slots or self._slots.limit or 1)
+        try:
+            for ticket in tickets:
+                for args in sorted(samples, key=size_of, reverse=True):
+                    call = signature(args, {}, self._backend.device_type)
+                    if call.key not in self._failed and self._refusal is None:
+                        self._try_variant(call, ticket.slot, args)
+        finally:
+            for ticket in reversed(tickets):
+                ticket.release()
+
+    def close(self) -> None:
+        """Free every graph and pool. Calls run eagerly afterwards."""
+        self._closed = True
+        for slot in self._slots.all:
+            slot.clear()
+        self._slots = Slots(self._backend, self.device, self._slots.limit)
+
+    def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
+        try:
+            self._variant(call, slot, args, {})
+        except CaptureError as error:
+            self._failed.add(call.key)
+            self._complain(error)
+
+    def _reason_for_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why this call cannot be a replay, from host facts alone."""
+        bypass = fallback.bypass_reason()
+        if bypass is not None:
+            return bypass
+        if self._closed:
+            return fallback.CLOSED
+        if not torch.is_grad_enabled():
+            return fallback.NO_GRAD
+        if not self.module.training:
+            return fallback.EVALUATION
+        if self._refusal is None:
+            self._refuse_late_hooks()
+        if self._refusal is not None:
+            return self._refusal.reason
+        reason = undeclared(args, kwargs, self.capacities)
+        if reason is None and self._warm_calls_left > 0:
+            self._warm_calls_left -= 1
+            return fallback.WARM_UP
+        return reason
+
+    def _refuse_late_hooks(self) -> None:
+        self._refusal = refusal(self.module)
+        if self._refusal is not None:
+            self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy))
+
+    def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.stats.fallbacks[reason] += 1
+        result = self.module(*args, **kwargs)
+        if reason == fallback.WARM_UP:
+            for number, leaf in enumerate(tree_flatten(result)[0]):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                    leaf.register_hook(lambda _, number=number: self._observed.add(number))
+        return result
+
+    def _check_fingerprint(self) -> None:
+        """Drop all graphs when a fact they baked about the module has changed; the next call captures again."""
+        change = self._fingerprint.changed() if self._fingerprint is not None else None
+        if change is not None:
+            error = CaptureError(f"{change} after the graphs were captured", user_line(),
+                                 "change parameters in place (copy_, load_state_dict) to keep the graphs; they are captured again now")
+            if self.strict:
+                raise error
+            warnings.warn(str(error), PackgraphWarning, stacklevel=4)
+            self.stats.recaptures["module changed"] += sum(slot.clear() for slot in self._slots.all)
+            self._buffers_of_gradients = GradientBuffers()
+            self._failed.clear()
+        if self._fingerprint is None or change is not None:
+            self._fingerprint = Fingerprint(self.module)
+
+    def _variant(self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
+        if call.key not in slot.variants:
+            started = time.perf_counter()
+            self.stats.recaptures["a larger variant took the slot"] += slot.make_room(call.nbytes)
+            if call.key not in self._rehearsed:
+                rehearse(self._program, self._backend, self._observed, args, kwargs)
+                self._rehearsed.add(call.key)
+            variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, self._observed,
+                                      args, kwargs)
+            slot.variants[call.key] = variant
+            self.stats.recaptures["a larger variant took the slot"] += slot.forget_smaller(call.key)
+            self.stats.captured += len(variant.regions)
+            self.stats.capture_seconds += time.perf_counter() - started
+        return slot.variants[call.key]
+
+    def _replay(self, variant: Variant, ticket: Ticket, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._program.begin(args, kwargs)
+        lent: dict[int, torch.Tensor] = {}
+        for index, run in enumerate(self._program.runs):
+            if run.captured:
+                state = replay_region(variant.regions[index], state, ticket, lent)
+            else:
+                state = self._program.run(run, _own_copies(state, lent))
+        return tree_map(lambda leaf: leaf.clone() if id(leaf) in lent else leaf, self._program.end(state))
+
+    def _complain(self, error: CaptureError) -> None:
+        """Raise in strict mode; otherwise warn, and training goes on eagerly."""
+        if self.strict:
+            raise error
+        warnings.warn(f"running eagerly from here on, because a capture failed: {error}", PackgraphWarning, stacklevel=4)
+
+
+def _own_copies(state: State, lent: dict[int, torch.Tensor]) -> State:
+    """The state for an eager stage: differentiable tensors of static memory are cloned, since autograd may keep them."""
+    clones: dict[int, Any] = {}
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) not in lent or not leaf.requires_grad:
+            return leaf
+        if id(leaf) not in clones:
+            clones[id(leaf)] = leaf.clone()
+        return clones[id(leaf)]
+
+    return tree_map(own, state)
+
+

@@ -1,0 +1,173 @@
+"""What a captured region must not do, found while its code runs.
+
+Two modes watch the code of a region. The dispatch mode sees every tensor operation: those whose result or shape
+depends on data (they wait for the device), boolean masks, resized storages. The function mode sees host reads that
+never reach the dispatcher for CPU tensors (`float(t)`, `t.tolist()`, `if t:`). Both raise at the user's line, before
+the operation runs. The dispatch mode also keeps a journal: the old contents of every tensor that existed before and
+is written to, so that running a region for capture can be undone.
+"""
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from packgraph.graphs.errors import CaptureError, user_line
+
+aten = torch.ops.aten
+_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MASKABLE = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_RESIZING = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
+_BOOLEAN = (torch.bool, torch.uint8)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+_KEEP = "keep the value on the device, or read it after the step"
+_SHAPE = "use a static shape: torch.where or masked_fill instead of selecting rows"
+_HOST_READS = {
+    "__bool__": ("a Python branch on a tensor", "use torch.where, or take the branch outside the captured stage"),
+    "item": ("Tensor.item()", _KEEP),
+    "tolist": ("Tensor.tolist()", _KEEP),
+    "numpy": ("Tensor.numpy()", _KEEP),
+    "cpu": ("Tensor.cpu()", _KEEP),
+    "__int__": ("int(tensor)", _KEEP),
+    "__float__": ("float(tensor)", _KEEP),
+    "__complex__": ("complex(tensor)", _KEEP),
+    "__index__": ("a tensor used as a Python index", "index with the tensor itself (index_select, gather)"),
+    "__array__": ("numpy reading a tensor", _KEEP),
+    "__contains__": ("`in` on a tensor", "compare on the device: (tensor == value).any()"),
+}
+_FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
+_REPEAT = "pass output_size= (a static number) to repeat_interleave"
+_WAYS_OUT = {
+    "nonzero": _SHAPE,
+    "masked_select": _SHAPE,
+    "_unique2": _SHAPE,
+    "unique_consecutive": _SHAPE,
+    "unique_dim": _SHAPE,
+    "bincount": "use zeros(n).scatter_add_(0, index, ones): its shape is static",
+    "repeat_interleave": _REPEAT,
+    "_local_scalar_dense": _KEEP,
+    "equal": "compare on the device: (a == b).all()",
+    "is_nonzero": _KEEP,
+}
+LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that `func` changes in place, by its schema."""
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        written += [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+    return written
+
+
+class Journal:
+    """Old contents of tensors that were written to, restored on request."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Save the whole storage behind `tensor` unless it is saved already."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._saved:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            self._saved[key] = (whole, whole.clone())
+
+    def restore(self) -> None:
+        """Put the saved contents back, unseen by autograd, and forget them."""
+        for whole, old in self._saved.values():
+            if whole.untyped_storage().nbytes() == old.numel():
+                whole.copy_(old)
+        self._saved.clear()
+
+    def written(self) -> list[torch.Tensor]:
+        """The saved storages, as flat byte tensors."""
+        return [whole for whole, _ in self._saved.values()]
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Refuses host reads of tensors. device: only reads of tensors on this device type count (None = all)."""
+
+    def __init__(self, device: str | None) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _HOST_READS and args and isinstance(args[0], torch.Tensor) and self._counts(args[0].device.type):
+            what, remedy = _HOST_READS[name]
+            raise CaptureError(f"{what} waits for the device inside a captured stage", user_line(), remedy)
+        if name in _FROM_PYTHON and kwargs and kwargs.get("device") is not None \
+                and self._counts(torch.device(kwargs["device"]).type) \
+                and not (args and isinstance(args[0], torch.Tensor)):
+            raise CaptureError(f"torch.{name}(..., device=...) copies host values inside a captured stage, "
+                               "and a graph would freeze them", user_line(),
+                               "make the tensor once outside, or use torch.full / new_zeros / arange")
+        return func(*args, **(kwargs or {}))
+
+    def _counts(self, device: str) -> bool:
+        return self.device is None or device == self.device
+
+
+class Watch(TorchDispatchMode):
+    """Runs code for a capture: journals writes to what existed before, and refuses what a graph cannot hold.
+
+    refuse: False only journals (stages that stay eager may do what they like). device: as in HostReadGuard.
+    """
+
+    def __init__(self, journal: Journal, *, refuse: bool, device: str | None) -> None:
+        super().__init__()
+        self.journal, self.refuse, self.device = journal, refuse, device
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t not in PLAIN_TENSORS for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **kwargs)
+        if self.refuse:
+            refuse_unsafe(func, args, kwargs, self.device)
+        for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
+            if tensor.untyped_storage()._cdata not in self._own:
+                self.journal.before_write(tensor)
+        inputs = {t.untyped_storage()._cdata for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
+        result = func(*args, **kwargs)
+        for out in tree_flatten(result)[0]:
+            if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in inputs:
+                self._own.add(out.untyped_storage()._cdata)
+        return result
+
+
+def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None) -> None:
+    """Raise CaptureError when `func` would wait for the device or change a storage's size."""
+    name = func.overloadpacket.__name__
+    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+    if func in _RESIZING:
+        raise CaptureError(f"{name} changes a tensor's storage inside a captured stage", user_line(), LEAVE_OUT)
+    if device is not None and not any(t.device.type == device for t in tensors):
+        return
+    if func in _MASKABLE:
+        if any(isinstance(i, torch.Tensor) and i.dtype in _BOOLEAN for i in args[1]):
+            raise CaptureError("indexing with a boolean mask waits for the device: its size depends on data",
+                               user_line(), _SHAPE)
+        return
+    if name == "_to_copy" and device is not None:
+        _refuse_transfer(args[0], kwargs)
+    if _DATA_DEPENDENT & set(func.tags) and kwargs.get("output_size") is None:
+        raise CaptureError(f"torch.{name.lstrip('_')} waits for the device: its result is needed on the host",
+                           user_line(), _WAYS_OUT.get(name, LEAVE_OUT))
+
+
+def _refuse_transfer(source: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    target = kwargs.get("device")
+    if target is None or target.type == source.device.type:
+        return
+    if target.type == "cpu" or not source.is_pinned():
+        raise CaptureError(f"a copy from {source.device.type} to {target.type} waits for the device", user_line(),
+                           "make the tensor on the device, or copy it before the captured stage")

@@ -1,0 +1,59 @@
+"""A module seen as stages cut into runs: what is captured, what stays eager, and how to run either.
+
+A module without stages is one stage called `module`: its arguments are the first state, its result the last.
+"""
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from packgraph.packing.batch import PackedBatch
+from packgraph.plan.regions import Run, cut_runs
+from packgraph.plan.stages import Stage, Staged, State
+
+
+class Program:
+    """The runs of one module under one scope and granularity."""
+
+    def __init__(self, module: torch.nn.Module, scope: Iterable[str] | None, granularity: str) -> None:
+        self.module = module
+        self.staged = isinstance(module, Staged)
+        stages = list(module.stages()) if isinstance(module, Staged) else [Stage("module", 0, self._call)]
+        self.stages = stages
+        self.runs: tuple[Run, ...] = cut_runs(stages, scope, granularity)
+
+    def _call(self, state: State) -> State:
+        return {"outputs": self.module(*state["args"], **state["kwargs"])}
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        """The first state."""
+        if isinstance(self.module, Staged):
+            return self.module.begin(*args, **kwargs)
+        return {"args": args, "kwargs": kwargs}
+
+    def end(self, state: State) -> Any:
+        """The call's outputs."""
+        return self.module.end(state) if isinstance(self.module, Staged) else state["outputs"]
+
+    def run(self, run: Run, state: State) -> State:
+        """Run the stages of `run` on `state`."""
+        for stage in self.stages[run.start : run.stop]:
+            state = stage.run(state)
+        return state
+
+    def describe(self, run: Run) -> str:
+        """The run's stages in words, for messages."""
+        first, last = self.stages[run.start], self.stages[run.stop - 1]
+        if run.stop - run.start == 1:
+            return f"stage {first.name} of layer {first.layer}"
+        return f"stages {first.name} of layer {first.layer} to {last.name} of layer {last.layer}"
+
+
+def hide_lengths(state: State) -> State:
+    """The state as captured code may see it: packed batches without their host lengths."""
+    return tree_map(
+        lambda leaf: leaf.without_lengths() if isinstance(leaf, PackedBatch) else leaf,
+        state,
+        is_leaf=lambda leaf: isinstance(leaf, PackedBatch),
+    )

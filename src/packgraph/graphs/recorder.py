@@ -1,0 +1,311 @@
+"""The CPU backend: records tensor operations on static storages and replays them bit-exactly.
+
+It has the life cycle of CUDA graphs: a capture runs Python once, a replay never does; temporary blocks are reused as
+the caching allocator would reuse them; what a replay did not write is NaN; host syncs are refused at the user's line.
+So slot order, aliasing, sync, RNG and multi-rank bugs fail on a laptop.
+
+Unlike CUDA, capturing here executes the operations. The window undoes their effects when it closes: tensors that
+existed before get their contents back (journal), and the captured results are poisoned until the first replay.
+
+Operands are remembered by name (block, offset, shape), not by reference: a recorder that kept its operands alive
+would keep every block alive and hide reuse bugs. Tensors from outside (parameters, static inputs) are held strongly.
+"""
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from packgraph.graphs.backend import Result
+from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.guard import (
+    LEAVE_OUT,
+    PLAIN_TENSORS,
+    HostReadGuard,
+    Journal,
+    refuse_unsafe,
+    written_tensors,
+)
+from packgraph.graphs.recorder_pool import POISON, Block, RecorderPool
+
+
+class _Operand(NamedTuple):
+    """A tensor inside the pool, by block number and layout."""
+
+    block: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Node(NamedTuple):
+    """One recorded operation. kinds: per output `new` (copy into its block), `work` (collective) or empty."""
+
+    function: Any
+    operands: list[Any]
+    spec: Any
+    outputs: list[_Operand | None]
+    kinds: list[str]
+
+
+class _Recording(TorchDispatchMode):
+    """Executes and records the operations of one graph."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, window: "RecorderWindow", nodes: list[_Node]) -> None:
+        super().__init__()
+        self.window, self.nodes = window, nodes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t not in PLAIN_TENSORS for t in types):
+            return NotImplemented
+        kwargs, window = kwargs or {}, self.window
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise CaptureError(f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT)
+        refuse_unsafe(func, args, kwargs, None)
+        mutates = func._schema.is_mutable
+        for tensor in written_tensors(func, args, kwargs) if mutates else ():
+            if tensor.untyped_storage()._cdata not in window.block_of:
+                window.journal.before_write(tensor)
+        flat, spec = tree_flatten((args, kwargs))
+        inputs = {t.untyped_storage()._cdata for t in flat if isinstance(t, torch.Tensor)}
+        operands = [window.operand(t) if isinstance(t, torch.Tensor) else t for t in flat]
+        result = func(*args, **kwargs)
+        outputs: list[_Operand | None] = []
+        kinds = []
+        for out in tree_flatten(result)[0]:
+            kinds.append(self._kind(func, out, inputs))
+            if kinds[-1] == "new":
+                window.own(out)
+            outputs.append(window.operand(out) if kinds[-1] == "new" else None)
+        if mutates or "new" in kinds or "work" in kinds:
+            self.nodes.append(_Node(func, operands, spec, outputs, kinds))
+        window.clock += 1
+        return result
+
+    @staticmethod
+    def _kind(func: Any, out: Any, inputs: set[int]) -> str:
+        if not isinstance(out, torch.Tensor):
+            return "work" if isinstance(out, torch.ScriptObject) and func.namespace == "c10d" else ""
+        storage = out.untyped_storage()
+        return "" if storage._cdata in inputs or storage.nbytes() == 0 else "new"
+
+
+class _Static:
+    """A tensor of the window; its memory is known once the window has closed."""
+
+    def __init__(self, window: "RecorderWindow", operand: Any) -> None:
+        self._window, self._operand = window, operand
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            self._tensor = self._window.resolve(self._operand)
+        return self._tensor
+
+
+class RecorderGraph:
+    """A recorded program, bound to static memory when its window closes."""
+
+    def __init__(self, nodes: list[_Node]) -> None:
+        self.nodes = nodes
+        self.program: list[tuple[Any, Any, Any, list[Any], list[str]]] | None = None
+
+    def bind(self, window: "RecorderWindow") -> None:
+        """Replace operands by tensors on the pool's memory."""
+        program = []
+        for node in self.nodes:
+            if node.spec is None:
+                program.append((node.function, None, None, [], []))
+                continue
+            args, kwargs = tree_unflatten([window.resolve(o) for o in node.operands], node.spec)
+            program.append((node.function, args, kwargs, [window.resolve(o) for o in node.outputs], node.kinds))
+        self.program, self.nodes = program, []
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the program on its static memory."""
+        if self.program is None:
+            raise RuntimeError("this graph was reset or its capture has not finished")
+        pending: list[Any] = []
+        for function, args, kwargs, outputs, kinds in self.program:
+            if args is None:
+                _host_step(function, pending)
+                continue
+            result = function(*args, **kwargs)
+            if "new" not in kinds and "work" not in kinds:
+                continue
+            for target, value, kind in zip(outputs, tree_flatten(result)[0], kinds, strict=True):
+                if kind == "new":
+                    if function.namespace.startswith("_c10d_f"):
+                        value = torch.ops._c10d_functional.wait_tensor(value)
+                    target.copy_(value)
+                elif kind == "work":
+                    pending.append(dist.Work.unbox(value))
+        for work in pending:
+            work.wait()
+
+    def reset(self) -> None:
+        """Drop the program."""
+        self.program, self.nodes = None, []
+
+
+def _host_step(function: Any, pending: list[Any]) -> None:
+    """A recorded effect on the host: waiting for collectives, or moving RNG state."""
+    if function is not _wait:
+        function()
+        return
+    while pending:
+        pending.pop(0).wait()
+
+
+def _wait() -> None:
+    """Marks the place in a program where the user waited for a collective."""
+
+
+class RecorderWindow:
+    """The capture of one variant: all its graphs share one clock of births and deaths."""
+
+    def __init__(self, pool: RecorderPool, journal: Journal) -> None:
+        self.pool, self.journal = pool, journal
+        self.clock = 0
+        self.blocks: list[Block] = []
+        self.block_of: dict[int, int] = {}
+        self._external: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._graphs: list[RecorderGraph] = []
+        self._places: list[tuple[torch.Tensor, int] | torch.UntypedStorage | None] | None = None
+
+    def own(self, tensor: torch.Tensor) -> None:
+        """Start the life of a new block."""
+        storage, number = tensor.untyped_storage(), len(self.blocks)
+        cdata = storage._cdata
+
+        def died(_: Any) -> None:
+            if self.blocks[number].death is None:
+                self.blocks[number].death = self.clock
+            if self.block_of.get(cdata) == number:
+                del self.block_of[cdata]
+
+        self.blocks.append(Block(storage.nbytes(), self.clock, weakref.ref(storage, died)))
+        self.block_of[cdata] = number
+
+    def operand(self, tensor: torch.Tensor) -> Any:
+        """The symbolic name of `tensor`, or a strong reference when it comes from outside."""
+        number = self.block_of.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            if id(tensor) not in self._external:
+                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                    self._external[id(tensor)] = (tensor, tensor.detach())
+            return self._external[id(tensor)][1]
+        return _Operand(number, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def resolve(self, operand: Any) -> Any:
+        """The tensor behind an operand, once the window has closed."""
+        if not isinstance(operand, _Operand):
+            return operand
+        if self._places is None:
+            raise RuntimeError("the memory of a captured tensor is known only after its capture has finished")
+        place = self._places[operand.block]
+        if isinstance(place, tuple):
+            storage, base = place[0].untyped_storage(), place[1] // operand.dtype.itemsize
+        else:
+            storage, base = place, 0  # type: ignore[assignment]
+        whole = torch.empty(0, dtype=operand.dtype)
+        return whole.set_(storage, base + operand.offset, operand.size, operand.stride)
+
+    def static(self, tensor: torch.Tensor) -> _Static:
+        """A handle on `tensor` for replays."""
+        return _Static(self, self.operand(tensor))
+
+    def materialise(self) -> None:
+        """Nothing to do: capturing has executed the operations."""
+
+    def capture(self, run: Callable[[], Result]) -> tuple[RecorderGraph, Result]:
+        """Run and record `run`. Raises CaptureError at the user's line for what a graph cannot hold."""
+        nodes: list[_Node] = []
+        with _patched_host(nodes), HostReadGuard(None), _Recording(self, nodes):
+            result = run()
+        graph = RecorderGraph(nodes)
+        self._graphs.append(graph)
+        return graph, result
+
+    def close(self) -> None:
+        """Place all blocks, bind the graphs to them, and poison what the capture has computed."""
+        if any(block.death is None for block in self.blocks):
+            gc.collect()
+        places: list[Any] = list(self.pool.place(self.blocks))
+        for number, block in enumerate(self.blocks):
+            storage = block.storage() if places[number] is None else None
+            if storage is not None:
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
+                places[number] = storage
+        self._places = places
+        for graph in self._graphs:
+            graph.bind(self)
+        self._graphs, self._external = [], {}
+
+
+@contextlib.contextmanager
+def _patched_host(nodes: list[_Node]) -> Iterator[None]:
+    """Record host effects that bypass the dispatcher: RNG state moves, waits; refuse storage resizing."""
+    generator, wait = torch.default_generator, dist.Work.wait if dist.is_available() else None
+
+    def get_state() -> torch.Tensor:
+        state = generator.get_state()
+        nodes.append(_Node(lambda: state.copy_(generator.get_state()), [], None, [], []))
+        return state
+
+    def set_state(state: torch.Tensor) -> None:
+        nodes.append(_Node(lambda: generator.set_state(state), [], None, [], []))
+        generator.set_state(state)
+
+    def recorded_wait(work: Any, *timeout: Any) -> Any:
+        nodes.append(_Node(_wait, [], None, [], []))
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return wait(work, *timeout)  # type: ignore[misc]
+
+    def resize(storage: Any, size: int) -> None:
+        raise CaptureError("a storage is resized inside a captured stage (FSDP does this)", user_line(), LEAVE_OUT)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.get_rng_state", get_state))
+        stack.enter_context(mock.patch("torch.set_rng_state", set_state))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+        if wait is not None:
+            stack.enter_context(mock.patch.object(dist.Work, "wait", recorded_wait))
+        yield
+
+
+class RecorderBackend:
+    """Captures CPU modules by recording their tensor operations."""
+
+    name = "recorder"
+    device_type = "cpu"
+    guard_device = None
+
+    def new_pool(self) -> RecorderPool:
+        """An empty pool."""
+        return RecorderPool()
+
+    @contextlib.contextmanager
+    def window(self, pool: RecorderPool, journal: Journal) -> Iterator[RecorderWindow]:
+        """Open the capture of one variant into `pool`."""
+        window = RecorderWindow(pool, journal)
+        yield window
+        window.close()
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Not needed: the CPU has nothing to initialise before a capture."""
+
+    def generators(self) -> list[torch.Generator]:
+        """The CPU's default generator."""
+        return [torch.default_generator]

@@ -1,0 +1,45 @@
+"""Modules that cannot be captured as they are: their own machinery works through hooks that a replay would skip."""
+from typing import NamedTuple
+
+import torch
+
+from packgraph.graphs.parameters import module_hooks
+
+
+class Refusal(NamedTuple):
+    """reason: the fallback's name in stats. what, remedy: for the message."""
+
+    reason: str
+    what: str
+    remedy: str
+
+
+def refusal(module: torch.nn.Module) -> Refusal | None:
+    """Why `module` cannot be captured at all, or None."""
+    wrapper = _data_parallel(module)
+    if wrapper is not None:
+        return Refusal(f"{wrapper} hooks", f"the module is or holds a {wrapper}: it reduces gradients and gathers parameters in "
+                       "hooks, which graphs would skip",
+                       "graph the plain module and reduce its .grad after the last backward of the step")
+    hooks = module_hooks(module)
+    if hooks is not None:
+        return Refusal("module hooks", f"{hooks}: they would run at capture only, never at a replay",
+                       "remove the hooks, or do their work in forward; hooks on outputs and parameters are fine")
+    return None
+
+
+def _data_parallel(module: torch.nn.Module) -> str | None:
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    kinds: tuple[type, ...] = (DataParallel, DistributedDataParallel)
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        kinds = (*kinds, FSDPModule, FullyShardedDataParallel)
+    for child in module.modules():
+        for kind in kinds:
+            if isinstance(child, kind):
+                return kind.__name__
+    if DistributedDataParallel._active_ddp_module is not None:
+        return "DistributedDataParallel"
+    return None

@@ -1,0 +1,161 @@
+"""Slots: the static memory of one in-flight microbatch, and the ticket that owns it.
+
+    acquire -> forward replays -> ... other microbatches in their own slots ... -> backward replays -> release
+
+A slot has one private pool for temporaries and buffers outside it for what is copied in from eager code. Its variants
+exclude each other, because one microbatch owns the slot from its first forward to its last backward; so all variants
+share the pool and the buffers, and memory is that of the largest. A larger variant than any before makes room by
+dropping the others: they are captured again at their next use.
+"""
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from packgraph.graphs.backend import Backend, Pool
+
+
+class Slot:
+    """Static buffers, one pool, and the variants captured into them."""
+
+    def __init__(self, index: int, backend: Backend, device: torch.device) -> None:
+        self.index, self.backend, self.device = index, backend, device
+        self.pool: Pool = backend.new_pool()
+        self.variants: dict[Hashable, Any] = {}
+        self.largest = 0
+        self.outgrown = False
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+
+    def buffer(self, role: Hashable, like: torch.Tensor) -> torch.Tensor:
+        """A static tensor of `like`'s shape and dtype for `role`, shared by all variants of the slot.
+
+        When the memory kept for `role` is too small it is replaced and `outgrown` is set: variants bound to the old
+        memory must go.
+        """
+        nbytes = like.numel() * like.element_size()
+        kept = self._buffers.get(role)
+        if kept is None or kept.numel() < nbytes:
+            self.outgrown = self.outgrown or kept is not None
+            kept = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+            self._buffers[role] = kept
+        whole = torch.empty(0, dtype=like.dtype, device=self.device)
+        return whole.set_(kept.untyped_storage(), 0, tuple(like.shape), contiguous_strides(like.shape))
+
+    def make_room(self, nbytes: int) -> int:
+        """Drop all variants if `nbytes` of arguments are more than the slot has ever held; how many were dropped."""
+        if nbytes <= self.largest:
+            return 0
+        self.largest = nbytes
+        return self.clear() if self.variants else 0
+
+    def forget_smaller(self, key: Hashable) -> int:
+        """After building `key`: drop the variants whose buffers were replaced meanwhile; how many were dropped."""
+        if not self.outgrown:
+            return 0
+        self.outgrown = False
+        others = [other for other in self.variants if other != key]
+        for other in others:
+            self.variants.pop(other).reset()
+        return len(others)
+
+    def clear(self) -> int:
+        """Free all variants, buffers and the pool; how many variants were dropped."""
+        dropped = len(self.variants)
+        for variant in self.variants.values():
+            variant.reset()
+        self.variants.clear()
+        self._buffers.clear()
+        self.outgrown = False
+        self.pool = self.backend.new_pool()
+        return dropped
+
+    def poison(self) -> None:
+        """Fill pool and buffers with NaN patterns (tests)."""
+        self.pool.poison()
+        for kept in self._buffers.values():
+            kept.fill_(0xFF)
+
+
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    """Row-major strides of `shape`."""
+    sizes = [max(1, size) for size in reversed(shape)]
+    return tuple(reversed(list(itertools.accumulate([1, *sizes[:-1]], lambda a, b: a * b)))) if shape else ()
+
+
+class Slots:
+    """The slots of one graphed module, handed out by a free list.
+
+    limit: how many slots may exist; None lets their number follow the microbatches in flight.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device, limit: int | None) -> None:
+        self.backend, self.device, self.limit = backend, device, limit
+        self.all: list[Slot] = []
+        self._free: list[Slot] = []
+
+    def acquire(self, key: Hashable) -> "Ticket | None":
+        """Claim a slot, one that has `key` captured if there is one; None when all are in flight."""
+        slot = next((s for s in reversed(self._free) if key in s.variants), None)
+        if slot is None and self._free:
+            slot = self._free[-1]
+        if slot is not None:
+            self._free.remove(slot)
+        elif self.limit is None or len(self.all) < self.limit:
+            slot = Slot(len(self.all), self.backend, self.device)
+            self.all.append(slot)
+        return Ticket(self, slot) if slot is not None else None
+
+    def release(self, slot: Slot) -> None:
+        """Return a slot. Raises RuntimeError when it is free already: two microbatches believed they owned it."""
+        if any(free is slot for free in self._free):
+            raise RuntimeError(f"slot {slot.index} was released twice")
+        self._free.append(slot)
+
+    def in_flight(self) -> int:
+        """How many slots are owned by a microbatch now."""
+        return len(self.all) - len(self._free)
+
+    def reserve(self, count: int) -> list["Ticket"]:
+        """Claim `count` slots at once, to build them. Raises RuntimeError when fewer can be had."""
+        tickets = []
+        for _ in range(count):
+            ticket = self.acquire(None)
+            if ticket is None:
+                raise RuntimeError(f"{count} slots were asked for, but only {len(tickets)} are free")
+            tickets.append(ticket)
+        return tickets
+
+
+class Ticket:
+    """One microbatch's claim on a slot, owned by its autograd nodes.
+
+    The slot goes back when the last of `pending` backwards has run, or when the nodes are gone without a backward.
+    """
+
+    def __init__(self, slots: Slots, slot: Slot) -> None:
+        self.slots, self.slot = slots, slot
+        self.pending: set[int] = set()
+        self.released = False
+
+    def start_backward(self, region: int) -> None:
+        """Check that `region` may run its backward now: once, and while the slot is still this microbatch's."""
+        if self.released or region not in self.pending:
+            raise RuntimeError(
+                "backward through a captured region a second time: its saved activations are gone after the first "
+                "(retain_graph=True has no effect on graphs). Call the module again, or run it under packgraph.eager(...)")
+
+    def finish_backward(self, region: int) -> None:
+        """Note that `region` is done; the last one releases the slot."""
+        self.pending.discard(region)
+        if not self.pending:
+            self.release()
+
+    def release(self) -> None:
+        """Give the slot back now."""
+        if not self.released:
+            self.released = True
+            self.slots.release(self.slot)
+
+    def __del__(self) -> None:
+        self.release()

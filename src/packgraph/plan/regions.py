@@ -1,0 +1,103 @@
+"""Which stages become which graphs: scopes colour stages, runs of coloured stages become regions.
+
+Pure decisions on names and layer numbers; the only place where scope and granularity are read.
+
+    stages   embed | attn mlp | attn mlp | head          scope {attn, mlp}
+    layer            [------]   [------]                 two regions, cut at every layer
+    chunk            [-----------------]                 one region; embed and head stay eager
+"""
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+STAGE_NAMES = (
+    "embed",
+    "attn",
+    "mlp",
+    "moe_router",
+    "moe_preprocess",
+    "moe_dispatch",
+    "moe_experts",
+    "moe_combine",
+    "mamba",
+    "head",
+    "module",
+)
+MOE_STAGES = tuple(name for name in STAGE_NAMES if name.startswith("moe_"))
+SCOPE_NAMES = (*STAGE_NAMES, "moe")
+GRANULARITIES = ("layer", "chunk")
+
+
+class NamedStage(Protocol):
+    """What this module needs of a stage: its name and the layer it belongs to."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layer(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive stages `start` to `stop` (exclusive) that are captured together, or run eagerly together."""
+
+    start: int
+    stop: int
+    captured: bool
+
+
+def expand_scope(scope: Iterable[str] | None) -> frozenset[str]:
+    """The stage names that `scope` colours; None colours all of them, `moe` every `moe_*` stage."""
+    if scope is None:
+        return frozenset(STAGE_NAMES)
+    names = frozenset(scope)
+    return names - {"moe"} | frozenset(MOE_STAGES) if "moe" in names else names
+
+
+def scope_errors(stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str) -> list[str]:
+    """Every reason why this scope and granularity cannot be captured for these stages; empty when legal."""
+    errors = []
+    if granularity == "step":
+        errors.append("granularity 'step' needs a pipeline schedule, which this version does not have: use 'chunk'")
+    elif granularity not in GRANULARITIES:
+        errors.append(f"unknown granularity {granularity!r}: use one of {', '.join(map(repr, GRANULARITIES))}")
+    if scope is None:
+        return errors
+    if isinstance(scope, str):
+        return [*errors, f"scope is a collection of stage names, not the string {scope!r}: write [{scope!r}]"]
+    asked, present = set(scope), {stage.name for stage in stages}
+    if not asked:
+        errors.append("scope is empty: nothing would be captured; leave it out to capture every stage")
+    for name in sorted(asked - set(SCOPE_NAMES)):
+        near = difflib.get_close_matches(name, SCOPE_NAMES, n=1)
+        errors.append(f"unknown stage {name!r} in scope" + (f": did you mean {near[0]!r}?" if near else ""))
+    for name in sorted(asked & set(SCOPE_NAMES)):
+        if not present & expand_scope([name]):
+            errors.append(f"scope names {name!r}, but the model has only the stages {', '.join(sorted(present))}")
+    if "moe" in asked and asked & set(MOE_STAGES):
+        errors.append("'moe' already means every moe_* stage: give either 'moe' or the single stages")
+    if "moe_preprocess" in asked and "moe_router" not in asked:
+        errors.append("'moe_preprocess' needs 'moe_router': it reads the router's captured outputs")
+    return errors
+
+
+def cut_runs(stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str) -> tuple[Run, ...]:
+    """Cut `stages` into runs, in order and without gaps.
+
+    Raises ValueError with all reasons at once when the combination is illegal.
+    """
+    errors = scope_errors(stages, scope, granularity)
+    if errors:
+        raise ValueError("this capture scope is not possible:\n  - " + "\n  - ".join(errors))
+    coloured = expand_scope(scope)
+    runs: list[Run] = []
+    for index, stage in enumerate(stages):
+        captured = stage.name in coloured
+        same_layer = granularity == "chunk" or index == 0 or stages[index - 1].layer == stage.layer
+        if runs and runs[-1].captured == captured and (same_layer or not captured):
+            runs[-1] = Run(runs[-1].start, index + 1, captured)
+        else:
+            runs.append(Run(index, index + 1, captured))
+    return tuple(runs)
