@@ -1,0 +1,1 @@
+"""Decoders built from stages, and their exchange with Hugging Face checkpoints."""

@@ -1,0 +1,216 @@
+"""Reading and writing Qwen3 checkpoints in Hugging Face's layout: config.json and safetensors.
+
+Nothing in the folder is executed: JSON and safetensors are the only formats read, pickled weights are
+refused. What does not describe exactly this model is refused too, with the file and the tensor named; nothing
+is left at its random start silently.
+
+Files are written under temporary names and renamed when whole, config.json last: a folder with a config.json
+holds a whole checkpoint.
+"""
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from packgraph.models.config import DenseConfig
+from packgraph.models.dense import DenseModel
+from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+MAX_NAMED = 5  # tensors named in one error message
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, of another architecture, or does not fit its config."""
+
+
+def load_pretrained(
+    path: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> tuple[DenseModel, DenseConfig]:
+    """Load a Qwen3ForCausalLM checkpoint folder.
+
+    dtype: of the parameters; None takes the one named in config.json, else float32. Returns the model in training
+    mode and its config. Raises FileNotFoundError when config.json or the weights are missing, CheckpointError when
+    the folder holds something else than a whole Qwen3 checkpoint.
+    """
+    folder = Path(path)
+    description = read_json(folder / CONFIG)
+    try:
+        config = config_from_json(description)
+        dtype = stored_dtype(description) if dtype is None else dtype
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    model = DenseModel(config, device=device, dtype=dtype)
+    _fill(model, _tensor_files(folder), folder)
+    return model, config
+
+
+def save_pretrained(model: DenseModel, path: str | Path, *, max_shard_bytes: int | None = None) -> None:
+    """Write `model` as a checkpoint that transformers' Qwen3ForCausalLM loads.
+
+    max_shard_bytes: bound of one weight file, None for a single file. The folder is made when missing.
+    Raises FileExistsError when it already holds a checkpoint, ValueError when the model is no Qwen3 model (qk_norm
+    off).
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    present = sorted(file.name for file in folder.iterdir() if file.name in (CONFIG, WEIGHTS, INDEX))
+    if present:
+        raise FileExistsError(f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder.")
+    description = config_to_json(model.config, next(model.parameters()).dtype)
+    tensors = {_stored_name(name): tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
+    shards = _shards(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        _write_tensors(folder / WEIGHTS, shards[0])
+    else:
+        weight_map = {}
+        for number, shard in enumerate(shards, start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_tensors(folder / file, shard)
+            weight_map.update(dict.fromkeys(shard, file))
+        total = sum(_num_bytes(tensor) for tensor in tensors.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(folder / CONFIG, description)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`. Raises FileNotFoundError or CheckpointError naming it."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist; a checkpoint folder holds {CONFIG} and {WEIGHTS}.")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a {type(content).__name__} where a JSON object belongs.")
+    return content
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """File of each stored tensor, by the tensor's name."""
+    if (folder / WEIGHTS).is_file():
+        with _open(folder / WEIGHTS) as stored:
+            return dict.fromkeys(stored.keys(), folder / WEIGHTS)
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickled:
+        raise CheckpointError(f"{folder / pickled[0]} is a pickle, which can run code when loaded, and is refused. "
+                              f"Convert the checkpoint to {WEIGHTS} first.")
+    raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
+
+
+def _indexed_files(folder: Path) -> dict[str, Path]:
+    index = folder / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} has no weight_map.")
+    files: dict[str, Path] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index} puts {name} into {file!r}, no safetensors file of this folder.")
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{index} puts {name} into {file}, which does not exist.")
+        files[name] = folder / file
+    return files
+
+
+def _fill(model: DenseModel, files: Mapping[str, Path], folder: Path) -> None:
+    """Copy every stored tensor into its parameter; refuse missing, unexpected and mis-shaped ones."""
+    targets = {_stored_name(name): tensor for name, tensor in model.state_dict().items()}
+    missing = [name for name in targets if name not in files]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
+    if model.config.tie_embeddings and HEAD in files:  # some checkpoints store the tied matrix twice
+        targets = {**targets, HEAD: torch.empty_like(targets[EMBEDDING])}
+    unexpected = [f"{name} in {file.name}" for name, file in files.items() if name not in targets]
+    if unexpected:
+        raise CheckpointError(f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for.")
+    for file in sorted(set(files.values())):
+        names = [name for name, where in files.items() if where == file]
+        with _open(file) as stored:
+            absent = sorted(set(names) - set(stored.keys()))
+            if absent:
+                raise CheckpointError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
+            for name in names:
+                _copy(stored.get_tensor(name), targets[name], name, file)
+    if model.config.tie_embeddings and HEAD in files and not torch.equal(targets[HEAD], targets[EMBEDDING]):
+        raise CheckpointError(f"{files[HEAD]}: {HEAD} differs from {EMBEDDING}, but {CONFIG} ties the two. "
+                              "Set tie_word_embeddings to false there, or drop the tensor.")
+
+
+def _copy(stored: Tensor, target: Tensor, name: str, file: Path) -> None:
+    if stored.shape != target.shape:
+        raise CheckpointError(f"{file}: {name} has shape {list(stored.shape)}, {CONFIG} asks for "
+                              f"{list(target.shape)}.")
+    if not stored.is_floating_point():
+        raise CheckpointError(f"{file}: {name} is {stored.dtype}; only floating-point weights are supported.")
+    target.copy_(stored)
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as stored:
+            yield stored
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is damaged or no safetensors file: {error}") from error
+
+
+def _stored_name(name: str) -> str:
+    """Name in the checkpoint of our parameter `name`."""
+    return name if name == HEAD else f"model.{name}"
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _shards(tensors: Mapping[str, Tensor], max_bytes: int | None) -> list[dict[str, Tensor]]:
+    """Split in order, each part at most `max_bytes` unless a single tensor is larger."""
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        used = sum(_num_bytes(other) for other in shards[-1].values())
+        if shards[-1] and max_bytes is not None and used + _num_bytes(tensor) > max_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    return shards
+
+
+def _write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    with _renamed_when_whole(file) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    with _renamed_when_whole(file) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _renamed_when_whole(file: Path) -> Iterator[Path]:
+    """A temporary name beside `file`; its content becomes `file` when the block ends without an error."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb+") as written:
+            os.fsync(written.fileno())  # else a crash after the rename could leave an empty file of that name
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)

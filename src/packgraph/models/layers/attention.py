@@ -1,0 +1,33 @@
+"""Grouped-query attention with rotary positions and normalised queries and keys, as in Qwen3."""
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from packgraph.models.layers.norm import RMSNorm
+from packgraph.ops.attention import AttentionMetadata, attention
+from packgraph.ops.rotary import apply_rotary
+
+if TYPE_CHECKING:
+    from packgraph.models.config import DenseConfig
+
+
+class GroupedQueryAttention(nn.Module):
+    """[T, H] -> [T, H]; projections are named as in Hugging Face checkpoints."""
+
+    def __init__(self, config: "DenseConfig") -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+        """x: [T, H]; rotary: cos and sin [T, head_dim]. Returns [T, H]."""
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))
+                   for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
+        return self.o_proj(attention(q, k, v, metadata).flatten(1))

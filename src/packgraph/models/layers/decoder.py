@@ -1,0 +1,53 @@
+"""One pre-norm decoder layer and its stages.
+
+    hidden --+-- norm -- self_attn -- dropout --(+)--+-- norm -- mlp -- dropout --(+)-- hidden
+             +----------------------------------+    +----------------------------+
+    |<------------------ attn ------------------->|<------------- mlp -------------->|
+
+Each stage reads and replaces `hidden` in the state. A layer with other branches lists other stages; the rest
+of the model does not know them.
+"""
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packgraph.models.layers.attention import GroupedQueryAttention
+from packgraph.models.layers.mlp import GatedMLP
+from packgraph.models.layers.norm import RMSNorm
+from packgraph.plan.stages import Stage, State
+
+if TYPE_CHECKING:
+    from packgraph.models.config import DenseConfig
+
+
+class DenseLayer(nn.Module):
+    """Attention and feed-forward branch, each with pre-norm, residual and dropout."""
+
+    def __init__(self, config: "DenseConfig", index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.dropout = config.dropout
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = GroupedQueryAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def stages(self) -> Sequence[Stage]:
+        return [Stage("attn", self.index, self.run_attention), Stage("mlp", self.index, self.run_mlp)]
+
+    def run_attention(self, state: State) -> State:
+        """Stage `attn`: reads hidden, rotary and attention; replaces hidden."""
+        hidden = state["hidden"]
+        branch = self.self_attn(self.input_layernorm(hidden), state["rotary"], state["attention"])
+        return {**state, "hidden": hidden + self._drop(branch)}
+
+    def run_mlp(self, state: State) -> State:
+        """Stage `mlp`: reads and replaces hidden."""
+        hidden = state["hidden"]
+        branch = self.mlp(self.post_attention_layernorm(hidden))
+        return {**state, "hidden": hidden + self._drop(branch)}
+
+    def _drop(self, branch: Tensor) -> Tensor:
+        return F.dropout(branch, self.dropout, training=True) if self.training and self.dropout else branch

@@ -1,0 +1,40 @@
+"""What attention needs to know about a microbatch, computed once and shared by all layers.
+
+Everything that changes from microbatch to microbatch is a device tensor; the two host values (`longest`,
+`backend`) are fixed by the capacity and the model, so a captured graph may bake them.
+"""
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from packgraph.ops.attention_sdpa import document_mask
+
+if TYPE_CHECKING:
+    from packgraph.packing.batch import PackedBatch
+
+
+class AttentionMetadata(NamedTuple):
+    """Boundaries of the documents in one microbatch, as attention backends want them.
+
+    cu_seqlens: int32 [N+1], the tail repeats the last value. padding_mask: bool [T], True = padding.
+    mask: bool [T, T], True where row may look at column, only for the backend `sdpa`.
+    longest: bound on the tokens of one document. backend: name of the backend that this was built for.
+    """
+
+    cu_seqlens: Tensor
+    padding_mask: Tensor
+    mask: Tensor | None
+    longest: int
+    backend: str
+
+
+def attention_metadata(batch: "PackedBatch", backend: str) -> AttentionMetadata:
+    """Build the metadata of one microbatch for `backend` (see `packgraph.ops.attention.BACKENDS`)."""
+    longest = batch.capacity.longest
+    return AttentionMetadata(
+        cu_seqlens=batch.cu_seqlens,
+        padding_mask=batch.padding_mask,
+        mask=document_mask(batch.document_ids) if backend == "sdpa" else None,
+        longest=batch.capacity.tokens if longest is None else longest,
+        backend=backend,
+    )

@@ -1,0 +1,99 @@
+"""Cross-entropy of a linear head, chunk by chunk: the [T, V] logits never exist at once.
+
+    hidden [T, H]  |chunk 0|chunk 1| ... |   each chunk: logits [C, V] -> losses [C], grad_hidden [C, H],
+                                             grad_weight [V, H] += ...; then the logits are dropped
+
+Gradients are computed in the forward pass, while the logits are there, and scaled by the incoming gradient in
+the backward pass: no second product with the head, which is a quarter of the work of a small model. Rows with
+the label -100 contribute exactly zero, whatever their hidden state holds. Nothing is atomic, so results
+repeat bitwise.
+"""
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+CHUNK_ELEMENTS = 2**27  # logits of one chunk: 512 MiB in float32
+
+
+def token_count(labels: Tensor) -> Tensor:
+    """Number of labels that count in the loss: 0-d int64 on the device of `labels`."""
+    return (labels != IGNORED).sum()
+
+
+def rows_per_chunk(vocab_size: int) -> int:
+    """Rows of logits that are held at once: a multiple of 128, at least 128."""
+    return max(CHUNK_ELEMENTS // vocab_size // 128, 1) * 128
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
+    """Sum over rows of -log softmax(hidden @ weight.T)[label]: 0-d float32.
+
+    hidden: [T, H]; weight: [V, H]; labels: int64 [T], each in [0, V) or -100 (ignored: its loss and gradients
+    are exactly 0). chunk: rows of logits held at once, derived from V when None.
+    Raises ValueError for a chunk below 1.
+    """
+    rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
+    if rows < 1:
+        raise ValueError(f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}")
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    # inside the function autograd is off, so whether gradients are wanted must be asked here
+    want_hidden = torch.is_grad_enabled() and hidden.requires_grad
+    want_weight = torch.is_grad_enabled() and weight.requires_grad
+    return _LinearCrossEntropy.apply(hidden, weight, labels, rows, want_hidden, want_weight)
+
+
+def naive_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The specification: all logits at once, torch's cross-entropy over the rows that count."""
+    counted = labels != IGNORED
+    logits = (hidden[counted] @ weight.t()).float()
+    return F.cross_entropy(logits, labels[counted], reduction="sum")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int,
+                want_hidden: bool, want_weight: bool) -> Tensor:
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight: Tensor | None = None
+        for start in range(0, labels.shape[0], rows):
+            part = slice(start, start + rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
+            log_probabilities = torch.log_softmax(chunk_hidden @ weight.t(), dim=-1, dtype=torch.float32)
+            target = labels[part, None].masked_fill(~counted, 0)
+            target_log_probability = log_probabilities.gather(1, target)
+            losses[part] = -target_log_probability.masked_fill(~counted, 0.0)[:, 0]
+            if not (want_hidden or want_weight):
+                continue
+            grad_logits = _logits_gradient(log_probabilities, target, target_log_probability, counted)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ weight
+            if want_weight:
+                product = grad_logits.t() @ chunk_hidden
+                # sums over chunks are float32: rounding every partial sum to bfloat16 would lose gradients
+                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scaled = [None if g is None else g * grad.to(g.dtype) for g in (grad_hidden, grad_weight)]
+        return (*scaled, None, None, None, None)
+
+
+def _logits_gradient(log_probabilities: Tensor, target: Tensor, target_log_probability: Tensor,
+                     counted: Tensor) -> Tensor:
+    """softmax - one_hot, written over `log_probabilities` [C, V]; zero in rows that do not count."""
+    probabilities = log_probabilities.exp_()
+    probabilities.scatter_(1, target, torch.expm1(target_log_probability))  # p - 1 without cancellation
+    return probabilities.masked_fill_(~counted, 0.0)

@@ -1,0 +1,80 @@
+"""RMSNorm, SwiGLU and rotary embedding against their naive twins: outputs and all gradients."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packgraph.ops.norm import naive_rms_norm, rms_norm
+from packgraph.ops.rotary import apply_rotary, inverse_frequencies, naive_apply_rotary, rotary_tables
+from packgraph.ops.swiglu import naive_swiglu, swiglu
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def compare(ours, naive, *inputs, **tolerance):
+    """Outputs and gradients of two functions of the same tensors, under the same random gradient."""
+    results = []
+    for function in (ours, naive):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator().manual_seed(5)
+        grads = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs]
+        torch.autograd.backward(outputs, grads)
+        results.append([*(out.detach() for out in outputs), *(leaf.grad for leaf in leaves)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 7), heads=st.integers(1, 3), width=st.integers(1, 33), seed=st.integers(0, 99))
+def test_rms_norm_equals_naive(rows, heads, width, seed):
+    torch.manual_seed(seed)
+    compare(lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: naive_rms_norm(x, w, 1e-6),
+            torch.randn(rows, heads, width), torch.randn(width), rtol=1e-4, atol=1e-4)
+
+
+def test_rms_norm_of_zeros_is_zero_with_finite_gradients():
+    x = torch.zeros(2, 8, requires_grad=True)
+    out = rms_norm(x, torch.ones(8), 1e-6)
+    out.sum().backward()
+    assert (out == 0).all() and torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_keeps_the_dtype_of_its_input(weight_dtype):
+    x = torch.randn(3, 16, dtype=torch.bfloat16)
+    out = rms_norm(x, torch.ones(16, dtype=weight_dtype), 1e-6)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), naive_rms_norm(x.float(), torch.ones(16), 1e-6), rtol=2**-8, atol=0)
+
+
+@settings(max_examples=10, deadline=None)
+@given(rows=st.integers(1, 9), width=st.integers(1, 9), seed=st.integers(0, 99))
+def test_swiglu_equals_naive(rows, width, seed):
+    torch.manual_seed(seed)
+    compare(swiglu, naive_swiglu, torch.randn(rows, width), torch.randn(rows, width), **TOLERANCE)
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 9), half=st.integers(1, 8), heads=st.integers(1, 3), theta=st.sampled_from([1e4, 1e6]),
+       seed=st.integers(0, 99))
+def test_rotary_equals_complex_rotation(rows, half, heads, theta, seed):
+    torch.manual_seed(seed)
+    positions = torch.randint(0, 50, (rows,))
+
+    def ours(q, k):
+        cos, sin = rotary_tables(positions, inverse_frequencies(2 * half, theta), torch.float32)
+        return apply_rotary(q, k, cos, sin)
+
+    # angles up to 50 are rounded to float32: an error of 50 * 2 ** -24 each
+    compare(ours, lambda q, k: naive_apply_rotary(q, k, positions, theta),
+            torch.randn(rows, heads * 2, 2 * half), torch.randn(rows, heads, 2 * half), rtol=1e-4, atol=5e-5)
+
+
+def test_rotary_scores_depend_on_distance_only():
+    q, k = torch.randn(1, 1, 8).expand(6, 1, 8), torch.randn(1, 1, 8).expand(6, 1, 8)
+    cos, sin = rotary_tables(torch.arange(6), inverse_frequencies(8, 1e4), torch.float32)
+    q, k = apply_rotary(q, k, cos, sin)
+    scores = torch.einsum("qhd,khd->qk", q, k)
+    torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], **TOLERANCE)
