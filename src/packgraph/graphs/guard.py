@@ -160,7 +160,8 @@ def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], devi
     if name == "_to_copy" and device is not None:
         _refuse_transfer(args[0], kwargs)
     if _DATA_DEPENDENT & set(func.tags) and kwargs.get("output_size") is None:
-        raise CaptureError(f"torch.{name.lstrip('_')} waits for the device: its result is needed on the host",
+        shown = "reading a number out of a tensor (Tensor.item())" if name == "_local_scalar_dense" else f"torch.{name}"
+        raise CaptureError(f"{shown} waits for the device: its result is needed on the host",
                            user_line(), _WAYS_OUT.get(name, LEAVE_OUT))
 
 
