@@ -63,12 +63,12 @@ def save_pretrained(model: DenseModel, path: str | Path, *, max_shard_bytes: int
     Raises FileExistsError when it already holds a checkpoint, ValueError when the model is no Qwen3 model (qk_norm
     off).
     """
+    description = config_to_json(model.config, next(model.parameters()).dtype)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     present = sorted(file.name for file in folder.iterdir() if file.name in (CONFIG, WEIGHTS, INDEX))
     if present:
         raise FileExistsError(f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder.")
-    description = config_to_json(model.config, next(model.parameters()).dtype)
     tensors = {_stored_name(name): tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:

@@ -20,9 +20,8 @@ from packgraph.ops.loss import linear_cross_entropy, token_count
 from packgraph.plan.stages import Stage, State, run_stages
 
 if TYPE_CHECKING:
-    from packgraph.packing.batch import PackedBatch
-
     from packgraph.models.config import DenseConfig
+    from packgraph.packing.batch import PackedBatch
 
 
 class StagedLayer(Protocol):

@@ -1,0 +1,250 @@
+"""Numbers equal to transformers' Qwen3ForCausalLM, and checkpoints exchanged with it in both directions."""
+import json
+
+import pytest
+import torch
+from model_batches import hand_batch, random_documents
+from safetensors.torch import load_file, save_file
+
+from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.hf import CheckpointError, load_pretrained, save_pretrained
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = DenseConfig(vocab_size=50, hidden_size=24, intermediate_size=36, num_layers=2, num_heads=4, num_kv_heads=2,
+                    head_dim=8, initializer_range=0.2)
+SHAPES = {
+    "untied, groups of two": SMALL,
+    "tied, one key head, wide heads": DenseConfig(
+        vocab_size=33, hidden_size=20, intermediate_size=48, num_layers=3, num_heads=3, num_kv_heads=1, head_dim=16,
+        tie_embeddings=True, rope_theta=1e4, initializer_range=0.2),
+    "no groups, biases, narrow heads": DenseConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=4,
+        attention_bias=True, rms_norm_eps=1e-5, initializer_range=0.3),
+    "tied, groups of four": DenseConfig(
+        vocab_size=70, hidden_size=40, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=10,
+        tie_embeddings=True, initializer_range=0.1),
+}
+# Two float32 programs that sum up to 64 terms in different order through up to three layers: measured differences are
+# below 3e-6 of each tensor's largest entry; RELATIVE leaves room for other builds of the matrix product.
+RELATIVE = 2e-5
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+    error = (ours - theirs).abs().max()
+    assert error <= RELATIVE * theirs.abs().max() + 1e-9, f"{name}: {error} of {theirs.abs().max()}"
+
+
+def randomised(config: DenseConfig, seed: int) -> DenseModel:
+    """A model whose norms and biases are random too, so that no factor of one or zero hides an error."""
+    model = DenseModel(config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def theirs_from(folder, implementation: str):
+    model = transformers.Qwen3ForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+    assert model.dtype == torch.float32
+    return model.train()
+
+
+def our_names(model) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("model."): parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("lengths", "rows", "implementation"), [
+    ([13], 13, "eager"),  # unpacked: one document, no padding
+    ([7, 1, 12, 4], 32, "sdpa"),  # packed, padded
+])
+def test_logits_and_gradients_equal_those_of_transformers(shape, lengths, rows, implementation, tmp_path):
+    config = SHAPES[shape]
+    ours = randomised(config, seed=len(lengths))
+    save_pretrained(ours, tmp_path)
+    theirs = theirs_from(tmp_path, implementation)
+    documents = random_documents(lengths, config.vocab_size, seed=3)
+    batch = hand_batch(documents, rows, len(lengths) + 2)
+
+    ours(batch).backward()
+    logits = ours.logits(batch).detach()
+    count = sum(length - 1 for length in lengths)
+    start = 0
+    for document in documents:
+        expected = theirs(input_ids=torch.tensor([document])).logits[0]
+        assert_close(logits[start : start + len(document)], expected.detach(), "logits")
+        start += len(document)
+        targets = torch.tensor(document[1:], dtype=torch.int64)
+        (torch.nn.functional.cross_entropy(expected[:-1], targets, reduction="sum") / count).backward()
+    expected_gradients = our_names(theirs)
+    assert {name for name, _ in ours.named_parameters()} == set(expected_gradients)
+    for name, parameter in ours.named_parameters():
+        assert_close(parameter.grad, expected_gradients[name], name)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shard_bytes", [None, 4096])
+def test_saved_and_loaded_again_is_the_same_model(shape, shard_bytes, tmp_path):
+    model = randomised(SHAPES[shape], seed=1)
+    save_pretrained(model, tmp_path / "new" / "folder", max_shard_bytes=shard_bytes)
+    loaded, config = load_pretrained(tmp_path / "new" / "folder")
+    assert config == model.config == loaded.config
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    files = sorted(file.name for file in (tmp_path / "new" / "folder").iterdir())
+    assert ("model.safetensors" in files) == (shard_bytes is None)
+    assert not any(file.endswith(".tmp") for file in files)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "8KB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_reads_what_transformers_writes(shard_size, tied, tmp_path):
+    described = transformers.Qwen3Config(
+        vocab_size=50, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, rope_theta=5e5, max_position_embeddings=64)
+    theirs = transformers.Qwen3ForCausalLM(described)
+    theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "8KB")
+    ours, config = load_pretrained(tmp_path)
+    assert config.rope_theta == described.rope_parameters["rope_theta"] and config.tie_embeddings == tied
+    assert config.max_position_embeddings == 64
+    document = random_documents([9], 50, 0)[0]
+    expected = theirs(input_ids=torch.tensor([document])).logits[0]
+    assert_close(ours.logits(hand_batch([document], 9, 1)), expected, "logits")
+
+
+def test_dtype_is_the_stored_one_unless_asked_otherwise(tmp_path):
+    save_pretrained(DenseModel(SMALL, dtype=torch.bfloat16), tmp_path)
+    assert load_pretrained(tmp_path)[0].norm.weight.dtype == torch.bfloat16
+    assert load_pretrained(tmp_path, dtype=torch.float32)[0].norm.weight.dtype == torch.float32
+    assert transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_tied_checkpoint_may_store_the_head_twice_but_not_differently(tmp_path):
+    save_pretrained(DenseModel(SHAPES["tied, groups of four"]), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    load_pretrained(tmp_path)
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: lm_head\.weight differs"):
+        load_pretrained(tmp_path)
+
+
+def edit_tensors(folder, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder, **values) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **values}))
+
+
+def test_tensors_that_do_not_fit_are_named_with_their_file(tmp_path):
+    save_pretrained(DenseModel(SMALL), tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update(extra=torch.zeros(1)))
+    with pytest.raises(CheckpointError, match=r"extra in model\.safetensors.*no place"):
+        load_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: [tensors.pop("extra"), tensors.pop("model.norm.weight")])
+    with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
+        load_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.norm\.weight has shape \[3\].*\[24\]"):
+        load_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(24, dtype=torch.int8)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is torch\.int8"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"architectures": ["LlamaForCausalLM"]}, "architecture is .*Llama"),
+    ({"architectures": None, "model_type": "qwen2"}, "architecture is .*qwen2"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "unscaled"),
+    ({"rope_parameters": [1]}, "unscaled"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "unscaled"),
+    ({"use_sliding_window": True, "hidden_act": "gelu"}, "hidden_act is 'gelu'.*sliding window"),
+    ({"quantization_config": {"bits": 4}}, "quantised"),
+    ({"vocab_size": "fifty", "num_hidden_layers": None},
+     "vocab_size is 'fifty', not int.*num_hidden_layers is missing"),
+    ({"num_key_value_heads": 3}, "multiple of num_kv_heads 3"),
+    ({"torch_dtype": "int4"}, "dtype is 'int4'"),
+])
+def test_configs_of_other_models_are_refused_with_all_reasons(values, message, tmp_path):
+    save_pretrained(DenseModel(SMALL), tmp_path)
+    edit_config(tmp_path, **values)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_pretrained(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_pretrained(tmp_path)
+    save_pretrained(DenseModel(SMALL), tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for damaged in (whole[:-10], b"", b"not safetensors at all"):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+            load_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        load_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
+        load_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("weight_map", "message"), [
+    ({"model.norm.weight": "../model.safetensors"}, "no safetensors file of this folder"),
+    ({"model.norm.weight": "weights.bin"}, "no safetensors file of this folder"),
+    ({"model.norm.weight": "absent.safetensors"}, "does not exist"),
+    ([], "no weight_map"),
+])
+def test_an_index_may_only_name_files_of_its_folder(weight_map, message, tmp_path):
+    save_pretrained(DenseModel(SMALL), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(tmp_path)
+
+
+def test_a_shard_without_a_promised_tensor_is_named(tmp_path):
+    save_pretrained(DenseModel(SMALL), tmp_path, max_shard_bytes=4096)
+    shard = next(iter(sorted(tmp_path.glob("model-*.safetensors"))))
+    tensors = load_file(shard)
+    name = next(iter(tensors))
+    save_file({key: value for key, value in tensors.items() if key != name}, shard)
+    with pytest.raises(CheckpointError, match=rf"{shard.name} lacks {name}"):
+        load_pretrained(tmp_path)
+
+
+def test_saving_never_replaces_a_checkpoint_and_leaves_no_half_one(tmp_path, monkeypatch):
+    model = DenseModel(SMALL)
+    save_pretrained(model, tmp_path / "a")
+    with pytest.raises(FileExistsError, match="already holds a checkpoint"):
+        save_pretrained(model, tmp_path / "a")
+
+    def disk_is_full(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("packgraph.models.hf.save_file", disk_is_full)
+    with pytest.raises(OSError, match="No space left"):
+        save_pretrained(model, tmp_path / "b")
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_model_without_qk_norm_is_no_qwen3(tmp_path):
+    with pytest.raises(ValueError, match="qk_norm=False"):
+        save_pretrained(DenseModel(DenseConfig(8, 8, 8, 1, 1, 1, 8, qk_norm=False)), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
