@@ -1,0 +1,175 @@
+"""One microbatch of packed documents: static shapes, one buffer, boundaries known on the host.
+
+All tensors are views of the one buffer `data` (see `layout.py`): one pinned upload per microbatch, one copy into a
+graph's static memory, one leaf as a pytree. `lengths` and the counts are host ints; code inside a captured graph must
+not see them, since a graph would bake them (`without_lengths`).
+
+    tokens        a a a b b c c c c . .      position_ids  0 1 2 0 1 0 1 2 3 0 0
+    labels        a a _ b _ c c c _ _ _      document_ids  0 0 0 1 1 2 2 2 2 N N      cu_seqlens  0 3 5 9 9 9
+"""
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
+
+from packgraph.packing.build import fill
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.document import read_documents
+from packgraph.packing.layout import Field, layout_of
+
+
+class HostFacts:
+    """What the host knows of a batch: `lengths` of its documents and `loss_tokens`; None when they were taken away.
+
+    Any two compare equal: they are no part of a batch's structure, and pytrees of batches with different lengths must
+    have the same structure.
+    """
+
+    __slots__ = ("lengths", "loss_tokens")
+
+    def __init__(self, lengths: tuple[int, ...] | None, loss_tokens: int | None) -> None:
+        self.lengths = lengths
+        self.loss_tokens = loss_tokens
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostFacts)
+
+    def __hash__(self) -> int:
+        return hash(HostFacts)
+
+    def __repr__(self) -> str:
+        return "HostFacts"
+
+
+NO_FACTS = HostFacts(None, None)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedBatch:
+    """A microbatch of static shape: T = capacity.tokens places, N = capacity.documents documents at most.
+
+    data: uint8 [layout_of(capacity).nbytes], contiguous, start aligned to 8 bytes. host: what the host knows of it.
+    Use `build` or `packgraph.pack` to make one.
+    """
+
+    data: Tensor
+    capacity: Capacity
+    host: HostFacts = NO_FACTS
+
+    @staticmethod
+    def build(documents: Any, capacity: Capacity) -> "PackedBatch":
+        """Exactly one pack of `documents` (any form `packgraph.pack` takes), in their order.
+
+        Raises ValueError with the numbers if they do not fit in `capacity`, or if there are none.
+        """
+        found = list(read_documents(documents))
+        lengths = tuple(len(document) for document in found)
+        if not found:
+            raise ValueError("PackedBatch.build needs at least one document")
+        if not capacity.holds(sum(lengths), len(lengths), max(lengths)):
+            raise ValueError(
+                f"{len(lengths)} documents of {sum(lengths)} tokens, the longest of {max(lengths)}, do not fit in "
+                f"{capacity}; use a larger capacity, or packgraph.pack, which makes several packs")
+        data, loss_tokens = fill(found, capacity)
+        return PackedBatch(data, capacity, HostFacts(lengths, loss_tokens))
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [T]: token ids, 0 in the tail."""
+        return self._view(layout_of(self.capacity).tokens)
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [T]: the next token of the same document; -100 at its last token, where masked, and in the tail."""
+        return self._view(layout_of(self.capacity).labels)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [T]: place within the document, 0 in the tail."""
+        return self._view(layout_of(self.capacity).position_ids)
+
+    @property
+    def document_ids(self) -> Tensor:
+        """int32 [T]: number of the document within the pack, N in the tail."""
+        return self._view(layout_of(self.capacity).document_ids)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [N+1]: boundaries of the documents; after the last one its end repeats."""
+        return self._view(layout_of(self.capacity).cu_seqlens)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool [T]: True where `labels` is a token."""
+        return self._view(layout_of(self.capacity).loss_mask)
+
+    @property
+    def padding_mask(self) -> Tensor:
+        """bool [T]: True in the tail."""
+        return self._view(layout_of(self.capacity).padding_mask)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document, as host ints. Raises RuntimeError on a batch without them."""
+        if self.host.lengths is None:
+            raise RuntimeError(_no_facts("lengths"))
+        return self.host.lengths
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents (without padding), a host int."""
+        return sum(self.lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the pack, a host int."""
+        return len(self.lengths)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Places whose label is a token, a host int. Raises RuntimeError on a batch without host facts."""
+        if self.host.loss_tokens is None:
+            raise RuntimeError(_no_facts("num_loss_tokens"))
+        return self.host.loss_tokens
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> "PackedBatch":
+        """The batch on `device`: one upload, through pinned memory when `device` is a CUDA device.
+
+        With non_blocking the host does not wait; work on the current stream sees the batch.
+        """
+        target = torch.device(device)
+        data = self.data
+        if data.device.type == "cpu" and target.type == "cuda" and not data.is_pinned():
+            data = data.pin_memory()
+        # Device to host is never asynchronous here: the caller would read bytes that have not arrived.
+        return replace(self, data=data.to(target, non_blocking=non_blocking and target.type != "cpu"))
+
+    def without_lengths(self) -> "PackedBatch":
+        """The same tensors without what the host knows: how code inside a captured graph sees a batch."""
+        return PackedBatch(self.data, self.capacity, NO_FACTS)
+
+    def _view(self, field: Field) -> Tensor:
+        return self.data[field.start : field.stop].view(field.dtype)
+
+    def __repr__(self) -> str:
+        known = "" if self.host.lengths is None else f", {self.num_documents} documents, {self.num_tokens} tokens"
+        return f"PackedBatch({self.capacity}{known}, on {getattr(self.data, 'device', None)})"
+
+
+def _no_facts(name: str) -> str:
+    return (f"PackedBatch.{name} is not available here: it is a host number of one microbatch, and a captured graph "
+            "would bake it for all. Use the tensors (cu_seqlens, loss_mask, padding_mask), or bounds of .capacity")
+
+
+def _flatten(batch: PackedBatch) -> tuple[list[Any], Any]:
+    return [batch.data], (batch.capacity, batch.host)
+
+
+def _unflatten(children: Any, context: Any) -> PackedBatch:
+    (data,) = children
+    return PackedBatch(data, *context)
+
+
+register_pytree_node(PackedBatch, _flatten, _unflatten, serialized_type_name="packgraph.PackedBatch")

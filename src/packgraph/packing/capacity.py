@@ -1,0 +1,77 @@
+"""The static shape of a microbatch, and which of several shapes a set of documents fits in.
+
+Whether documents fit depends on three numbers only: their tokens, their count and the longest of them. A `CapacitySet`
+answers all questions of the packers from these; several capacities need not be ordered in all three at once.
+"""
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Capacity:
+    """Static shape of a microbatch: places for `tokens` tokens of at most `documents` documents.
+
+    longest: bound on the tokens of one document, default `tokens`; it is an int after construction. Capacities are
+    ordered by tokens, then documents, then longest. Raises ValueError for numbers that make no sense.
+    """
+
+    tokens: int
+    documents: int
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.longest is None:
+            object.__setattr__(self, "longest", self.tokens)
+        for name in ("tokens", "documents", "longest"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Capacity: {name} must be a whole number of at least 1, got {value!r}")
+        if self.bound > self.tokens:
+            raise ValueError(f"Capacity: longest ({self.longest}) must not exceed tokens ({self.tokens}): a document "
+                             "of that length would not fit; leave longest out or lower it")
+
+    @property
+    def bound(self) -> int:
+        """`longest` with the type it has after construction."""
+        return self.tokens if self.longest is None else self.longest
+
+    def holds(self, tokens: int, documents: int, longest: int) -> bool:
+        """Whether `documents` documents of `tokens` tokens in all, the longest of `longest` tokens, fit."""
+        return tokens <= self.tokens and documents <= self.documents and longest <= self.bound
+
+
+class CapacitySet:
+    """The capacities packs may have, smallest first."""
+
+    def __init__(self, capacities: Iterable[Capacity]) -> None:
+        """Raises ValueError when there are none, TypeError when something else is among them."""
+        if isinstance(capacities, Capacity):
+            capacities = [capacities]
+        given = list(capacities)
+        wrong = [item for item in given if not isinstance(item, Capacity)]
+        if wrong:
+            raise TypeError(f"capacities must be packgraph.Capacity objects, got {wrong[0]!r}")
+        if not given:
+            raise ValueError("capacities must name at least one Capacity, such as Capacity(tokens=1024, documents=32)")
+        self.sorted = tuple(sorted(set(given)))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document that fits in any capacity."""
+        return max(capacity.bound for capacity in self.sorted)
+
+    def room(self, tokens: int, documents: int, longest: int) -> int:
+        """Length of the longest document that may join a pack of these totals (0: none may)."""
+        return max(
+            (min(capacity.tokens - tokens, capacity.bound) for capacity in self.sorted
+             if capacity.holds(tokens, documents + 1, longest)),
+            default=0,
+        )
+
+    def smallest(self, tokens: int, documents: int, longest: int) -> Capacity:
+        """The smallest capacity that holds a pack of these totals. Raises ValueError when none does."""
+        for capacity in self.sorted:
+            if capacity.holds(tokens, documents, longest):
+                return capacity
+        raise ValueError(f"no capacity holds {documents} documents of {tokens} tokens, the longest of {longest}: "
+                         f"{', '.join(map(str, self.sorted))}")

@@ -1,0 +1,169 @@
+"""Documents as users have them → documents as the packers want them.
+
+Accepted, one by one or in a list: token ids (list, tuple, NumPy array, CPU tensor); a mapping with `input_ids` and
+optionally `labels` (Hugging Face: the label of token i stands at place i, -100 = not to be predicted) or masks over the
+tokens (1 = may be predicted); rows with `seq_lengths` (several documents concatenated, as TRL packs them); the output
+of transformers' DataCollatorWithFlattening ([1, total] with boundaries in cu_seq_lens_q, seq_idx or position_ids).
+
+Invariant: everything is on the host. A tensor on a device is refused, since reading it would make the host wait.
+"""
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+IGNORED = -100
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One document on the host.
+
+    tokens: int64 [n], n >= 1. targets: int64 [n], what is to be predicted at each place (-100 = nothing), None = tokens.
+    The target of the first token is never used: nothing of the same document stands before it.
+    """
+
+    tokens: Ids
+    targets: Ids | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def part(self, start: int, stop: int) -> "Document":
+        """The tokens from `start` to `stop` as a document of its own."""
+        return Document(self.tokens[start:stop], None if self.targets is None else self.targets[start:stop])
+
+
+def read_documents(documents: Any) -> Iterator[Document]:
+    """All documents of `documents`, in order: an iterable of the forms above, or one collator's output.
+
+    Raises ValueError or TypeError with the index of the item that is wrong.
+    """
+    if isinstance(documents, Mapping):
+        yield from _from_mapping(documents, "documents")
+        return
+    if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
+        raise TypeError(f"documents must be a list of documents (token ids), got {type(documents).__name__}")
+    for index, item in enumerate(documents):
+        yield from read_item(item, f"document {index}")
+
+
+def read_item(item: Any, name: str) -> Iterator[Document]:
+    """The documents of one item (one, or several for a row with boundaries). `name` is used in messages."""
+    if isinstance(item, Document):
+        yield item
+    elif isinstance(item, Mapping):
+        yield from _from_mapping(item, name)
+    else:
+        yield _checked(_ids(item, name), None, name)
+
+
+def _from_mapping(item: Mapping[str, Any], name: str) -> Iterator[Document]:
+    if "input_ids" not in item:
+        raise ValueError(f"{name}: a mapping must have `input_ids`; it has {sorted(map(str, item))}")
+    tokens, flattened = _row(_ids(item["input_ids"], f"{name}, input_ids"), name)
+    targets = _targets(item, tokens, name)
+    lengths = _lengths(item, len(tokens), name)
+    if lengths is None:
+        if flattened:
+            raise ValueError(f"{name}: input_ids is [1, {len(tokens)}] without boundaries; pass position_ids, "
+                             "cu_seq_lens_q or seq_lengths with it, or one document as a flat list")
+        lengths = np.array([len(tokens)])
+    if lengths.sum() != len(tokens):
+        raise ValueError(f"{name}: its documents' lengths sum to {lengths.sum()}, but it has {len(tokens)} tokens")
+    if flattened and not len(tokens):
+        return
+    stops = np.cumsum(lengths)
+    for number, (start, stop) in enumerate(zip(stops - lengths, stops)):
+        own_name = name if len(lengths) == 1 else f"{name}, part {number}"
+        yield _checked(tokens[start:stop], None if targets is None else targets[start:stop], own_name)
+
+
+def _targets(item: Mapping[str, Any], tokens: Ids, name: str) -> Ids | None:
+    """What is to be predicted at each place, from labels and masks; None = every token."""
+    targets = None
+    if item.get("labels") is not None:
+        targets = _same_length(item["labels"], tokens, name, "labels")
+    for key in MASKS:
+        if item.get(key) is not None:
+            mask = _same_length(item[key], tokens, name, key)
+            targets = np.where(mask != 0, tokens if targets is None else targets, IGNORED)
+    if item.get("attention_mask") is not None:
+        attended = np.atleast_1d(np.asarray(_host(item["attention_mask"], name)))
+        if attended.shape[-1] == len(tokens) and not attended.all():
+            raise ValueError(f"{name}: attention_mask has zeros, so input_ids holds padding; pass it without padding")
+    return targets
+
+
+def _lengths(item: Mapping[str, Any], total: int, name: str) -> Ids | None:
+    """Lengths of the documents in a row from whatever boundaries it has; None when it has none."""
+    if item.get("seq_lengths") is not None:
+        return _ids(item["seq_lengths"], f"{name}, seq_lengths").reshape(-1)
+    if item.get("cu_seq_lens_q") is not None:
+        lengths = np.diff(_ids(item["cu_seq_lens_q"], f"{name}, cu_seq_lens_q").reshape(-1))
+        return lengths[lengths > 0]
+    for key, step in (("seq_idx", 0), ("position_ids", 1)):
+        if item.get(key) is not None and total:
+            values = _ids(item[key], f"{name}, {key}").reshape(-1)
+            if len(values) != total:
+                raise ValueError(f"{name}: {key} has {len(values)} values for {total} tokens")
+            starts = np.flatnonzero(np.diff(values, prepend=values[0] - step - 1) != step)
+            return np.diff(starts, append=total)
+    return None
+
+
+def _same_length(values: Any, tokens: Ids, name: str, key: str) -> Ids:
+    array, _ = _row(_ids(values, f"{name}, {key}", allow_bool=True), name)
+    if len(array) != len(tokens):
+        raise ValueError(f"{name}: {key} has {len(array)} values for {len(tokens)} tokens")
+    return array
+
+
+def _row(array: Ids, name: str) -> tuple[Ids, bool]:
+    """A [n] or [1, n] array as [n], and whether it was [1, n]."""
+    if array.ndim == 2 and array.shape[0] == 1:
+        return array[0], True
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected token ids of shape [n] or [1, n], got {list(array.shape)}; pass padded "
+                         "rows as separate documents without their padding")
+    return array, False
+
+
+def _host(values: Any, name: str) -> Any:
+    """`values`, unless they are a tensor on a device."""
+    if isinstance(values, torch.Tensor):
+        if values.device.type != "cpu":
+            raise ValueError(f"{name} is a tensor on {values.device}; packing reads its values, which would make the "
+                             "host wait for the device. Pass it before it is moved there (CPU tensor, array or list)")
+        return values.detach().numpy()
+    return values
+
+
+def _ids(values: Any, name: str, *, allow_bool: bool = False) -> Ids:
+    """Whole numbers of any form as an int64 array. Raises ValueError naming what else was found."""
+    try:
+        array = np.asarray(_host(values, name))
+    except ValueError as error:
+        if isinstance(values, torch.Tensor):
+            raise
+        raise ValueError(f"{name}: not a flat sequence of token ids ({error})") from error
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind not in ("iub" if allow_bool else "iu"):
+        raise ValueError(f"{name}: expected whole numbers (token ids), got {array.dtype}; tokenize text first")
+    return array.astype(np.int64, copy=False)
+
+
+def _checked(tokens: Ids, targets: Ids | None, name: str) -> Document:
+    if tokens.ndim != 1:
+        raise ValueError(f"{name}: expected token ids of shape [n], got {list(tokens.shape)}")
+    if not len(tokens):
+        raise ValueError(f"{name} is empty; leave it out")
+    if tokens.min() < 0:
+        raise ValueError(f"{name} has a negative token id ({tokens.min()}); -100 belongs in labels, not in input_ids")
+    return Document(tokens, targets)

@@ -1,0 +1,63 @@
+"""Documents → packs: every document lands whole in exactly one pack, each pack in the smallest capacity for it."""
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity, CapacitySet
+from packgraph.packing.document import Document, read_documents
+from packgraph.packing.fit import best_fit_decreasing
+from packgraph.packing.overlong import Overlong, check_choice, fitting_parts
+from packgraph.packing.report import PackReport
+from packgraph.packing.window import Window, build_pack
+
+
+def pack(documents: Any, capacities: Iterable[Capacity], *, overlong: Overlong = "error", window: int | None = None,
+         report: PackReport | None = None) -> list[PackedBatch]:
+    """Pack `documents` by best-fit-decreasing over all of them, or over a `window` of that many at a time.
+
+    documents: sequences of token ids (lists, tuples, arrays, CPU tensors), mappings with `input_ids` and optionally
+    `labels`, masks or `seq_lengths`, or the output of transformers' DataCollatorWithFlattening; see `document.py`.
+    capacities: static shapes a pack may have. overlong: what happens to a document longer than all of them.
+    report: gets the counts (dropped and split documents, padding) added.
+
+    Returns packs on the host; documents stand in a pack in their given order, and packs in the order of their first
+    documents (with a window: of the longest waiting ones).
+    Raises ValueError for empty, negative or overlong documents and for tensors on a device, naming the document.
+    """
+    if window is not None:
+        return list(pack_stream(documents, capacities, window=window, overlong=overlong, report=report))
+    allowed = CapacitySet(capacities)
+    counts = PackReport() if report is None else report
+    parts = list(_parts(documents, allowed, overlong, counts))
+    plan = best_fit_decreasing([len(part) for part in parts], allowed)
+    return [build_pack([parts[member] for member in planned.members], planned, allowed, counts) for planned in plan]
+
+
+def pack_stream(documents: Any, capacities: Iterable[Capacity], *, window: int = 256, overlong: Overlong = "error",
+                report: PackReport | None = None) -> Iterator[PackedBatch]:
+    """Pack a stream of documents lazily, with at most `window` of them waiting; otherwise as `pack`.
+
+    Raises ValueError at once for a bad `window`, `capacities` or `overlong`, and on the way for bad documents.
+    """
+    if window < 1:
+        raise ValueError(f"window must be at least 1 document, got {window}")
+    allowed = CapacitySet(capacities)
+    counts = PackReport() if report is None else report
+    return _stream(_parts(documents, allowed, overlong, counts), Window(allowed, counts), window)
+
+
+def _stream(parts: Iterator[Document], waiting: Window[None], window: int) -> Iterator[PackedBatch]:
+    for part in parts:
+        waiting.add(part, None)
+        if len(waiting) >= window:
+            yield waiting.take()
+    while len(waiting):
+        yield waiting.take()
+
+
+def _parts(documents: Any, capacities: CapacitySet, overlong: Overlong, report: PackReport) -> Iterator[Document]:
+    """All documents, none longer than a capacity allows."""
+    check_choice(overlong)
+    limit = capacities.longest
+    for index, document in enumerate(read_documents(documents)):
+        yield from fitting_parts(document, limit, overlong, report, f"document {index}")
