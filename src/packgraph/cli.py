@@ -1,0 +1,198 @@
+"""The command `packgraph`: train, verify, presets.
+
+Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails (the loss is no
+number, a verification differs) ends with 1. A traceback is shown for our bugs only.
+"""
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+USER_ERROR = 2
+FAILED = 1
+OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps")
+
+TRAIN_INTRODUCTION = """usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
+
+Train a model on packed documents through captured graphs. Start with
+
+    packgraph train qwen3-tiny
+
+which needs no data and no GPU. Results go to runs/NAME/: config.json, metrics.jsonl, tensorboard/, checkpoints/ and
+summary.json.
+
+  PRESET         the run to start from (see `packgraph presets`); may be left out with --config
+  --config FILE  values from a .toml or .json file, such as runs/NAME/config.json; options win over it
+  --resume       go on from the newest checkpoint of the run (the same as --run.resume)
+
+Options, with the defaults of {preset}:"""
+
+VERIFY_INTRODUCTION = """usage: packgraph verify [PRESET] [--steps N] [--config FILE] [--section.option VALUE ...]
+
+Train twice, eagerly and through captured graphs, and compare loss, gradients, parameters and random states after every
+step, bit by bit. Without PRESET: a small model under all granularities, with and without dropout. Exit code 1 on a
+difference.
+
+  --steps N      optimizer steps to compare (default: 50 for a preset, 12 for each run without one)
+
+Options are those of `packgraph train`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {"train": _train, "verify": _verify, "presets": _presets}
+    if not words or words[0] not in commands:
+        return _top_level(words, list(commands))
+    return _with_clear_errors(commands[words[0]], words[1:])
+
+
+def _top_level(words: list[str], commands: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="packgraph", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train language models on packed variable-length documents through CUDA graphs.",
+        epilog="commands:\n"
+               "  train PRESET     train a model, for example: packgraph train qwen3-tiny\n"
+               "  verify [PRESET]  check that graph and eager training agree bit by bit\n"
+               "  presets          list the presets\n\n"
+               "`packgraph COMMAND --help` explains a command.")
+    parser.add_argument("--version", action="version", version=f"packgraph {_version()}")
+    parser.add_argument("command", choices=commands, help="what to do")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    try:
+        parser.parse_args(words or ["--help"])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return USER_ERROR
+
+
+def _version() -> str:
+    try:
+        return metadata.version("packgraph")
+    except metadata.PackageNotFoundError:
+        return "(not installed, run from its source folder)"
+
+
+def _with_clear_errors(command: Any, words: list[str]) -> int:
+    """Run a command; turn what a user can cause into one block of text and an exit code."""
+    from packgraph.train.checkpoint_reader import CheckpointError
+    from packgraph.train.config import ConfigError
+    from packgraph.train.trainer import NonFiniteLossError
+
+    try:
+        return int(command(words))
+    except (ConfigError, CheckpointError) as error:
+        print(f"packgraph: error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except NonFiniteLossError as error:
+        print(f"packgraph: training failed: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("packgraph: interrupted", file=sys.stderr)
+        return 130
+
+
+def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
+    """The configuration that `words` describe (None where help is asked for or there is no preset), and own options."""
+    from packgraph.train.command_line import split_overrides
+    from packgraph.train.config import ConfigError, Layer, load_file, read_config
+    from packgraph.train.presets import PRESETS, preset
+
+    parser = argparse.ArgumentParser(prog="packgraph", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("preset", nargs="?")
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("-h", "--help", action="store_true")
+    # Which words are options does not depend on the preset, only their defaults do.
+    options, rest = split_overrides(words, next(iter(PRESETS.values()))(), OWN_OPTIONS)
+    try:
+        own, unknown = parser.parse_known_args(rest)
+    except argparse.ArgumentError as error:
+        raise ConfigError([str(error)]) from error
+    if unknown:
+        raise ConfigError([f"{word!r}: not expected here; see --help" for word in unknown])
+    layers = [load_file(own.config)] if own.config is not None else []
+    name = own.preset or (layers[0].values.get("preset") if layers else None)
+    if not isinstance(name, str):
+        if layers:
+            raise ConfigError([f"{own.config}: says no preset; add `preset = \"{next(iter(PRESETS))}\"`, or name one "
+                               "on the command line"])
+        if options.values and not own.help:
+            raise ConfigError([f"name a preset ({', '.join(PRESETS)}) or a --config file"])
+        return None, own
+    base = preset(name)
+    flags = {"run": {"resume": True}} if own.resume else {}
+    config = read_config(base, [*layers, options, Layer("--resume", flags)])
+    return dataclasses.replace(config, preset=name), own
+
+
+def _train(words: list[str]) -> int:
+    from packgraph.train.command_line import options_help
+    from packgraph.train.config import ConfigError
+    from packgraph.train.presets import PRESETS
+
+    config, own = _read(words)
+    if own.help:
+        shown = config or next(iter(PRESETS.values()))()
+        print(TRAIN_INTRODUCTION.format(preset=shown.preset) + "\n" + options_help(shown))
+        return 0
+    if config is None:
+        raise ConfigError([f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"])
+    if own.steps is not None:
+        raise ConfigError(["--steps: did you mean --run.steps?"])
+    from packgraph.train.launch import train
+
+    folder, summary = train(config)
+    print(f"{summary['ended']}: {summary['steps']} steps, summary in {folder / 'summary.json'}", file=sys.stderr)
+    if "loss_first" in summary:
+        print(f"loss {summary['loss_first']:.4f} → {summary['loss_last']:.4f}, {summary['tokens_per_second']:,.0f} "
+              f"tokens/s, padding {summary['padding_fraction']:.1%}, {summary['replayed']} replays, fallbacks "
+              f"{summary['fallbacks'] or 'none'}", file=sys.stderr)
+    return 0
+
+
+def _verify(words: list[str]) -> int:
+    config, own = _read(words)
+    if own.help:
+        print(VERIFY_INTRODUCTION)
+        return 0
+    from rich.console import Console
+
+    from packgraph.diagnose.matrix import default_matrix
+    from packgraph.diagnose.report import print_report, print_total
+    from packgraph.diagnose.verify import verify
+    from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
+
+    device = choose_device("auto" if config is None else config.run.device)
+    use_deterministic_kernels(device)
+    if config is None:
+        reports_as_done = default_matrix(device, own.steps or 12)
+    else:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=own.steps or 50))
+        reports_as_done = iter([verify(config.preset, config, iter(open_data(config, device)), device)])
+    console = Console()
+    reports = []
+    for report in reports_as_done:
+        print_report(report, console)
+        reports.append(report)
+    print_total(reports, console)
+    return 0 if all(report.good for report in reports) else FAILED
+
+
+def _presets(words: list[str]) -> int:
+    from packgraph.train.config import ConfigError
+    from packgraph.train.presets import PRESETS
+
+    if words and words[0] not in ("-h", "--help"):
+        raise ConfigError([f"{word!r}: `packgraph presets` takes no arguments" for word in words])
+    for name, make in PRESETS.items():
+        print(f"{name:12} {(make.__doc__ or '').splitlines()[0]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Checkpoints: whole or not there.
+
+Tensors (model, optimizer, random states) are written by torch.distributed.checkpoint, everything else as JSON;
+nothing that is read back can run code (`checkpoint_reader.py`). The invariant: whatever happens while saving (full
+disk, kill), the last whole checkpoint stays loadable and `latest` names it.
+
+    checkpoints/
+      .writing-step-00000100/   written and fsynced here, then renamed
+      step-00000100/            .metadata  __0_0.distcp  state.json (with size and SHA-256 of the other files)
+      latest                    name of the newest whole checkpoint, replaced atomically
+"""
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as distributed_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, read_metadata_file
+
+FORMAT = "packgraph checkpoint 1"
+LATEST = "latest"
+STATE = "state.json"
+WRITING = ".writing-"
+REPLACED = ".replaced-"
+
+
+def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any],
+                    keep: int) -> Path:
+    """Write the checkpoint of `step` and keep the newest `keep`. Returns its folder.
+
+    tensors: flat name → tensor (any device or dtype). state: JSON-able. Source of the rename protocol: POSIX
+    rename(2) is atomic within a file system. Raises CheckpointError (full disk, no permission); the earlier ones
+    stay as they are.
+    """
+    name = f"step-{step:08d}"
+    writing = folder / (WRITING + name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        writing.mkdir()
+        _write_tensors(writing, tensors)
+        content = {"format": FORMAT, "step": step, "files": _manifest(writing), "state": dict(state)}
+        _write_synced(writing / STATE, json.dumps(content, allow_nan=False))
+        _sync_folder(writing)
+        if (folder / name).exists():
+            (folder / name).rename(folder / (REPLACED + name))
+        writing.rename(folder / name)
+        _write_synced(folder / (WRITING + LATEST), name + "\n")
+        os.replace(folder / (WRITING + LATEST), folder / LATEST)
+        _sync_folder(folder)
+        _remove_leftovers(folder)
+        _prune(folder, folder / name, keep)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / name}: could not be written: {error.strerror or error}; earlier checkpoints are untouched. "
+            "Free some space or choose another run.folder, then go on with --resume") from error
+    return folder / name
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint `latest` names, else the one with the highest step; None when there is none."""
+    _restore_replaced(folder)
+    pointer = folder / LATEST
+    if pointer.is_file():
+        named = folder / Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name
+        if named.name.startswith("step-") and named.is_dir():
+            return named
+    return max(folder.glob("step-*"), default=None, key=lambda path: path.name)
+
+
+def load_state(path: Path) -> tuple[int, dict[str, Any]]:
+    """Step and JSON state of a checkpoint, after all its files were checked. Raises CheckpointError naming the file."""
+    try:
+        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path / STATE}: cannot be read: {error.strerror}; is this a checkpoint?") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path / STATE}: damaged: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path / STATE}: not a checkpoint of this program (expected format {FORMAT!r})")
+    try:
+        step, state, files = int(content["step"]), dict(content["state"]), dict(content["files"])
+        expected = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE}: damaged: {error!r}") from error
+    for name, (size, digest) in expected.items():
+        _check_file(path / Path(name).name, size, digest)
+    return step, state
+
+
+def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a checkpoint into `tensors` in place; names, shapes and dtypes must agree exactly.
+
+    Raises CheckpointError listing all that does not fit, before anything was changed.
+    """
+    stored = read_metadata_file(path / ".metadata").state_dict_metadata
+    problems = [f"{name} is missing" for name in tensors if name not in stored]
+    problems += [f"{name} is not part of this run" for name in stored if name not in tensors]
+    for name in tensors.keys() & stored.keys():
+        kind = (stored[name].properties.dtype, tuple(stored[name].size))
+        if kind != (tensors[name].dtype, tuple(tensors[name].shape)):
+            problems.append(f"{name} is {kind[0]} {list(kind[1])}, this run needs {tensors[name].dtype} "
+                            f"{list(tensors[name].shape)}")
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(f"{path}: does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)
+    try:
+        with _single_process_is_meant():
+            distributed_checkpoint.load(dict(tensors), storage_reader=SafeReader(path))
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: damaged: {_first_failure(error)}") from error
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        with _single_process_is_meant():
+            distributed_checkpoint.save(dict(tensors), storage_writer=PlainWriter(folder, sync_files=True))
+    except CheckpointException as error:
+        failure = _first_failure(error)
+        raise failure if isinstance(failure, OSError) else CheckpointError(f"{folder}: {failure}") from error
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """The cause of the first failing rank: an exception, wrapped with its traceback."""
+    return next(iter(error.failures.values()))[0]
+
+
+def _single_process_is_meant() -> Any:
+    """Torch warns when no process group exists; a run on one device means exactly that."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """File name → size in bytes and SHA-256 of all files of a checkpoint."""
+    return {path.name: (path.stat().st_size, _digest(path)) for path in sorted(folder.iterdir())}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _check_file(path: Path, size: int, digest: str) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; the checkpoint is damaged")
+    if path.stat().st_size != size:
+        raise CheckpointError(f"{path}: damaged: {path.stat().st_size} bytes, {size} were written")
+    if _digest(path) != digest:
+        raise CheckpointError(f"{path}: damaged: its contents are not what was written (SHA-256 differs)")
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a killed or failed save left."""
+    _restore_replaced(folder)
+    for leftover in (*folder.glob(REPLACED + "*"), *folder.glob(WRITING + "*")):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def _restore_replaced(folder: Path) -> None:
+    """Give a checkpoint that was to be replaced its name back, if the save was killed before the new one came."""
+    for leftover in folder.glob(REPLACED + "*"):
+        original = folder / leftover.name.removeprefix(REPLACED)
+        if not original.exists():
+            leftover.rename(original)
+
+
+def _prune(folder: Path, newest: Path, keep: int) -> None:
+    """Remove all but the `keep` checkpoints written last (by time: after going back, a lower step is the newer one)."""
+    others = [path for path in folder.glob("step-*") if path != newest]
+    others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in others[keep - 1:]:
+        doomed = path.rename(folder / (WRITING + path.name))
+        shutil.rmtree(doomed)

@@ -1,0 +1,161 @@
+"""Reading nested frozen dataclasses from files and the command line.
+
+The problem: a run is described by a tree of small frozen dataclasses. Its values come from a preset, then a TOML or
+JSON file, then `--dotted.options`. One typo must not cost a started run, and ten typos must not cost ten attempts.
+
+The invariant: either every value given is known, well typed and accepted by its dataclass, or one `ConfigError` lists
+all problems at once, each with its place (file and key, or option) and, for an unknown key, the nearest known one.
+`to_dict` is the inverse of `read_config`: what it writes reads back equal.
+
+    preset ─▶ Layer(file, {...}) ─▶ Layer(option, {...}) ─▶ typed values ─▶ frozen dataclass
+"""
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from packgraph.train.config_values import ValueProblem, convert, is_section, plain, resolved_types
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, found in one pass. `problems` holds one line for each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        super().__init__(f"{len(self.problems)} {noun} in the configuration:\n  " + "\n  ".join(self.problems))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one place. `where` is a file name or `command line`; `text` says that leaves are text to parse."""
+
+    where: str
+    values: Mapping[str, Any]
+    text: bool = False
+
+    def place(self, path: str) -> str:
+        return f"--{path.replace('_', '-')}" if self.text else f"{self.where}: {path}"
+
+
+def read_config(base: T, layers: Sequence[Layer]) -> T:
+    """Overlay `layers` on `base`, a frozen dataclass tree, later layers winning. Raises ConfigError."""
+    problems: list[str] = []
+    known = known_paths(base)
+    values: dict[str, Any] = {}
+    for layer in layers:
+        _collect(base, layer, layer.values, "", known, values, problems)
+    result = _rebuild(base, "", values, problems)
+    if problems:
+        raise ConfigError(problems)
+    return result
+
+
+def known_paths(section: Any, prefix: str = "") -> list[str]:
+    """Dotted paths of all leaves of a dataclass tree, in order of declaration."""
+    paths: list[str] = []
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        path = prefix + field.name
+        paths.extend(known_paths(value, path + ".") if is_section(value) else [path])
+    return paths
+
+
+def _collect(section: Any, layer: Layer, given: Mapping[str, Any], prefix: str, known: list[str],
+             values: dict[str, Any], problems: list[str]) -> None:
+    """Type the leaves of one layer into `values` (dotted path → value); walks sections recursively."""
+    types = resolved_types(type(section))
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        path = prefix + name
+        if name not in types:
+            problems.append(f"{layer.place(path)}: unknown key{_nearest(path, known, layer)}")
+        elif is_section(getattr(section, name)):
+            if isinstance(value, Mapping):
+                _collect(getattr(section, name), layer, value, path + ".", known, values, problems)
+            else:
+                problems.append(f"{layer.place(path)}: this is a section; set one of its keys, such as "
+                                f"{layer.place(_first_key(path, known))}")
+        else:
+            try:
+                values[path] = convert(value, types[name], from_text=layer.text)
+            except ValueProblem as problem:
+                problems.append(f"{layer.place(path)}: {problem}")
+
+
+def _first_key(section: str, known: Sequence[str]) -> str:
+    return next((path for path in known if path.startswith(section + ".")), section)
+
+
+def _nearest(path: str, known: Sequence[str], layer: Layer) -> str:
+    """`, did you mean ...?`: the same last word in another section first, then the nearest spelling."""
+    last = path.rsplit(".", 1)[-1]
+    same_word = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
+    close = same_word or difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    if not close:
+        by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
+        close = [by_last[word] for word in difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)]
+    if not close:
+        return ""
+    shown = f"--{close[0].replace('_', '-')}" if layer.text else close[0]
+    return f", did you mean {shown}?"
+
+
+def _rebuild(section: T, prefix: str, values: Mapping[str, Any], problems: list[str]) -> T:
+    """A copy of `section` with `values` put in; a dataclass that refuses them adds its reason to `problems`."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        value = getattr(section, field.name)
+        path = prefix + field.name
+        if is_section(value):
+            changes[field.name] = _rebuild(value, path + ".", values, problems)
+        elif path in values:
+            changes[field.name] = values[path]
+    try:
+        return dataclasses.replace(section, **changes)  # type: ignore[type-var]
+    except ValueError as error:
+        problems.append(f"section {prefix[:-1] or 'top level'}: {error}")
+        return section
+
+
+def to_dict(section: Any) -> dict[str, Any]:
+    """The tree as JSON-able values; `read_config(base, [Layer(..., to_dict(config))])` gives the same tree back."""
+    return {
+        field.name: to_dict(value) if is_section(value) else plain(value)
+        for field in dataclasses.fields(section)
+        for value in (getattr(section, field.name),)
+    }
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted paths at which two `to_dict` trees differ → (old value, new value)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(set(old) | set(new)):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found.update(differences(before, after, f"{prefix}{key}."))
+        elif before != after:
+            found[prefix + key] = (before, after)
+    return found
+
+
+def load_file(path: Path) -> Layer:
+    """A `.toml` or `.json` file as a layer. Raises ConfigError naming the file when it is missing or malformed."""
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError([f"{path}: a config file ends in .toml or .json"])
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: not valid {path.suffix[1:].upper()}: {error}"]) from error
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}: the top level must be an object with the sections of the configuration"])
+    return Layer(str(path), values)

@@ -1,0 +1,171 @@
+"""One value of a configuration: from text or from a file's typed value to a Python type, and back to JSON.
+
+Known types: bool, int, float, str, `Literal[...]`, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Capacity`, which
+is written `TOKENSxDOCUMENTS` or `TOKENSxDOCUMENTSxLONGEST`. The invariant: a value is taken only when nothing is
+guessed; `3.5` is no int, `1` is no bool, and a problem says what was expected and what was found.
+"""
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from packgraph.packing.capacity import Capacity
+
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0")
+NONE_WORDS = ("none", "off", "null")
+
+
+class ValueProblem(ValueError):
+    """A value that does not fit its type; the message says what was expected and what was found."""
+
+
+@functools.cache
+def resolved_types(section: type) -> dict[str, Any]:
+    """Field name → type of a dataclass, with string annotations resolved."""
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section) if field.init}
+
+
+def is_section(value: Any) -> bool:
+    """Whether a field's value is a nested section (and not a leaf such as a Capacity)."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, Capacity))
+
+
+def convert(value: Any, expected: Any, *, from_text: bool) -> Any:
+    """`value` as `expected`. Text (`from_text`) is parsed; values of a file are checked. Raises ValueProblem."""
+    origin = get_origin(expected)
+    if origin in (Union, types.UnionType):
+        return _convert_optional(value, expected, from_text)
+    if origin is Literal:
+        return _convert_literal(value, expected, from_text)
+    if origin is tuple:
+        return _convert_tuple(value, expected, from_text)
+    if expected is Capacity:
+        return _convert_capacity(value)
+    if expected is bool:
+        return _convert_bool(value, from_text)
+    if expected in (int, float):
+        return _convert_number(value, expected, from_text)
+    if expected is str and isinstance(value, str):
+        return value
+    raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
+
+
+def _convert_optional(value: Any, expected: Any, from_text: bool) -> Any:
+    inner = [argument for argument in get_args(expected) if argument is not type(None)]
+    if value is None or (isinstance(value, str) and value.lower() in NONE_WORDS):
+        return None
+    if len(inner) != 1:
+        raise TypeError(f"unions other than `X | None` are not supported in a configuration: {expected}")
+    try:
+        return convert(value, inner[0], from_text=from_text)
+    except ValueProblem as problem:
+        raise ValueProblem(f"{problem} (or `none`)") from None
+
+
+def _convert_literal(value: Any, expected: Any, from_text: bool) -> Any:
+    for choice in get_args(expected):
+        if (str(choice) == value) if from_text else (choice == value and type(choice) is type(value)):
+            return choice
+    raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
+
+
+def _convert_tuple(value: Any, expected: Any, from_text: bool) -> tuple[Any, ...]:
+    arguments = get_args(expected)
+    if isinstance(value, str):
+        from_text = True
+        items: Sequence[Any] = [part.strip() for part in value.split(",") if part.strip()]
+    elif isinstance(value, (list, tuple)):
+        items = value
+    else:
+        raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        wanted: Sequence[Any] = [arguments[0]] * len(items)
+    else:
+        wanted = arguments
+    if len(items) != len(wanted):
+        raise ValueProblem(f"expected {len(wanted)} values, got {len(items)}: {value!r}")
+    return tuple(convert(item, kind, from_text=from_text) for item, kind in zip(items, wanted))
+
+
+def _convert_capacity(value: Any) -> Capacity:
+    try:
+        if isinstance(value, Capacity):
+            return value
+        if isinstance(value, str):
+            numbers = [int(part) for part in value.lower().split("x")]
+            if len(numbers) in (2, 3):
+                return Capacity(*numbers)
+        if isinstance(value, Mapping):
+            return Capacity(**value)
+    except (ValueError, TypeError) as error:
+        raise ValueProblem(f"not a capacity: {value!r}: {error}") from error
+    raise ValueProblem(f"expected {describe(Capacity)}, got {value!r}")
+
+
+def _convert_bool(value: Any, from_text: bool) -> bool:
+    if isinstance(value, bool):
+        return value
+    if from_text and isinstance(value, str):
+        if value.lower() in TRUE_WORDS:
+            return True
+        if value.lower() in FALSE_WORDS:
+            return False
+    raise ValueProblem(f"expected true or false, got {value!r}")
+
+
+def _convert_number(value: Any, expected: type, from_text: bool) -> int | float:
+    if from_text and isinstance(value, str):
+        try:
+            value = int(value.replace("_", "")) if expected is int else float(value)
+        except ValueError:
+            raise ValueProblem(f"expected {describe(expected)}, got {value!r}") from None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (expected is int and not isinstance(value, int)):
+        raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueProblem(f"expected a finite number, got {value!r}")
+    return expected(value)
+
+
+def describe(expected: Any) -> str:
+    """A type in words, as shown in help and problems."""
+    origin = get_origin(expected)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if part is type(None) else describe(part) for part in get_args(expected))
+    if origin is Literal:
+        return " | ".join(str(choice) for choice in get_args(expected))
+    if origin is tuple:
+        arguments = get_args(expected)
+        if arguments[-1] is Ellipsis:
+            return f"{describe(arguments[0])}, ..."
+        return ", ".join(describe(part) for part in arguments)
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
+             Capacity: "TOKENSxDOCUMENTS[xLONGEST]"}
+    return words.get(expected, str(expected))
+
+
+def plain(value: Any) -> Any:
+    """A leaf as a JSON-able value that `convert` reads back equal."""
+    if isinstance(value, Capacity):
+        return render(value)
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def render(value: Any) -> str:
+    """A leaf as the text a user would type for it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Capacity):
+        bound = "" if value.longest == value.tokens else f"x{value.longest}"
+        return f"{value.tokens}x{value.documents}{bound}"
+    if isinstance(value, tuple):
+        return ",".join(render(item) for item in value)
+    return str(value)

@@ -1,0 +1,93 @@
+"""How the trainer runs its model: through captured graphs, or eagerly when graphs are off.
+
+The first optimizer steps are real and eager. Then one sample microbatch per declared capacity is prepared and all
+graphs are captured at once, largest first, so that memory is the maximum over capacities and no step of training
+pays for capture.
+"""
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from torch import Tensor, nn
+
+from packgraph.graphs.fallback import WARM_UP, eager
+from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.train.options import GraphConfig
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Microbatches so far: replayed through graphs, and run eagerly for whatever reason."""
+
+    replayed: int
+    fallbacks: int
+
+
+class Executor:
+    """Runs microbatches of one model. `close` frees the graphs."""
+
+    def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
+        self._model = model
+        self._options = options
+        self._device = device
+        self._graphed: GraphedModule | None = None
+        self._warm = False
+        if options.enabled:
+            # One call of warm-up shows which outputs get gradients; the rest of the warm-up steps is counted below.
+            self._graphed = graph(
+                model, capacities=options.captured_capacities(), backend=options.backend, warmup=1,
+                slots=options.slots, strict=options.strict, scope=options.scope, granularity=options.granularity)
+
+    def loss(self, batch: PackedBatch, tokens_in_step: Tensor) -> Tensor:
+        """Loss of one microbatch on the device, float32 []: its sum of token losses / tokens_in_step (int64 [])."""
+        if self._graphed is None:
+            return self._model(batch, tokens_in_step)
+        if self._warm or not self._graphed.stats.fallbacks:
+            return self._graphed(batch, tokens_in_step)
+        with eager(WARM_UP):
+            return self._graphed(batch, tokens_in_step)
+
+    def before_step(self, steps_done: int) -> bool:
+        """Capture all graphs when `steps_done` (of this process) is the end of warm-up; whether it did."""
+        if self._graphed is None or steps_done != self._options.warmup:
+            return False
+        self._warm = True
+        tokens_in_step = torch.ones((), dtype=torch.int64, device=self._device)
+        capacities = sorted(self._options.captured_capacities(), reverse=True)
+        self._graphed.build([(sample_batch(capacity).to(self._device), tokens_in_step) for capacity in capacities])
+        return True
+
+    def counts(self) -> Counts:
+        """Totals since the start of this process."""
+        if self._graphed is None:
+            return Counts(0, 0)
+        stats = self._graphed.stats
+        return Counts(stats.replayed, sum(stats.fallbacks.values()))
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says about graphs; counts are those of this process."""
+        if self._graphed is None:
+            return {"backend": "eager", "captured": 0, "replayed": 0, "fallbacks": {}, "capture_seconds": 0.0}
+        stats = self._graphed.stats
+        return {"backend": self.backend, "captured": stats.captured, "replayed": stats.replayed,
+                "fallbacks": dict(stats.fallbacks), "capture_seconds": stats.capture_seconds,
+                "pool_bytes": stats.pool_bytes}
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend in use."""
+        return "eager" if self._graphed is None else self._graphed.backend
+
+    def close(self) -> None:
+        """Free all graphs and their memory."""
+        if self._graphed is not None:
+            self._graphed.close()
+
+
+def sample_batch(capacity: Capacity) -> PackedBatch:
+    """A valid microbatch of two short documents of token 0, for capture: only its shapes matter."""
+    longest = min(capacity.longest or capacity.tokens, max(1, capacity.tokens // 2))
+    documents = [[0] * longest] * min(2, capacity.documents, capacity.tokens // longest)
+    return PackedBatch.build(documents, capacity)

@@ -1,0 +1,71 @@
+"""From a configuration to a finished run. Everything that can be wrong with it is found before a folder is created."""
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from packgraph.train.data import build_tokenizer, open_documents, open_microbatches
+
+from packgraph.train.config import ConfigError
+from packgraph.train.options import TrainConfig, disagreements
+from packgraph.train.progress import ProgressView
+from packgraph.train.run_folder import check_same_run, choose_folder
+from packgraph.train.signals import stop_on_signals
+from packgraph.train.trainer import Trainer
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; auto = the first CUDA device, else the CPU. Raises ConfigError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    index = int(name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ConfigError([f"run.device = {name}: there are {torch.cuda.device_count()} CUDA devices here"])
+    return torch.device("cuda", index)
+
+
+def use_deterministic_kernels(device: torch.device) -> None:
+    """Let torch use deterministic kernels only. On CUDA to be called before the first kernel is launched."""
+    if device.type == "cuda":
+        # cuBLAS reads this when its first handle is made; without it torch refuses matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def open_data(config: TrainConfig, device: torch.device) -> Any:
+    """The resumable iterator of packs of `config`, after all sections were found to agree. Raises ConfigError."""
+    problems = disagreements(config, device.type)
+    if problems:
+        raise ConfigError(problems)
+    tokenizer = build_tokenizer(config.data)
+    problems = disagreements(config, device.type, tokenizer.vocab_size)
+    if problems:
+        raise ConfigError(problems)
+    documents = open_documents(config.data)
+    return open_microbatches(config.data, documents, tokenizer, config.graph.packing_capacities())
+
+
+def train(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
+    """Run or resume `config`. Returns the run's folder and its summary.
+
+    Raises ConfigError, DataError, CheckpointError and NonFiniteLossError; all of them say what to do.
+    """
+    device = choose_device(config.run.device)
+    if config.run.deterministic:
+        use_deterministic_kernels(device)
+    folder = choose_folder(config)
+    if config.run.resume:
+        check_same_run(folder, config)
+    microbatches = open_data(config, device)
+    with ProgressView(config.run.steps, config.run.log_every) as view, stop_on_signals() as stop:
+        view.note(f"{config.preset} on {device}, written to {folder}")
+        trainer = Trainer(config, folder, microbatches, device, view)
+        try:
+            if config.run.resume:
+                trainer.resume()
+            summary = trainer.run(stop)
+        finally:
+            trainer.close()
+    return folder, summary

@@ -1,0 +1,203 @@
+"""What a training run can be told: one small frozen dataclass for each part, and what they must agree on.
+
+Every field has a default in its preset, a type that `train/config.py` reads from files and options, and one line of
+help in the docstring of its class (`name: help`), which is what `packgraph train --help` prints. A section refuses
+values that are wrong in themselves; `disagreements` finds what is wrong between sections, all at once.
+"""
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from packgraph.packing.capacity import Capacity
+from packgraph.train.data.config import DataConfig
+
+from packgraph.models.dense import DenseConfig
+
+DEFAULT_DOCUMENTS_CAP = 50
+
+
+def _refuse(problems: dict[str, bool]) -> None:
+    """Raise one ValueError with all texts whose condition is true."""
+    found = [text for text, wrong in problems.items() if wrong]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up, cosine decay and clipping by the global gradient norm.
+
+    learning_rate: peak learning rate.
+    weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
+    betas: decay rates of AdamW's two running means.
+    eps: added to AdamW's denominator.
+    warmup_steps: steps of linear warm-up.
+    decay_steps: step at which the cosine decay ends; none = the last step of the run.
+    min_learning_rate_fraction: learning rate after the decay, as a fraction of the peak.
+    clip_norm: largest global gradient norm; none = no clipping.
+    """
+
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    warmup_steps: int = 10
+    decay_steps: int | None = None
+    min_learning_rate_fraction: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _refuse({
+            f"learning_rate must be positive, got {self.learning_rate}": self.learning_rate <= 0,
+            f"weight_decay must not be negative, got {self.weight_decay}": self.weight_decay < 0,
+            f"betas must lie in [0, 1), got {self.betas}": not all(0 <= beta < 1 for beta in self.betas),
+            f"eps must be positive, got {self.eps}": self.eps <= 0,
+            f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps < 0,
+            f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1) < 1,
+            f"min_learning_rate_fraction must lie in [0, 1], got {self.min_learning_rate_fraction}":
+                not 0 <= self.min_learning_rate_fraction <= 1,
+            f"clip_norm must be positive, got {self.clip_norm}": self.clip_norm is not None and self.clip_norm <= 0,
+        })
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """How microbatches are packed into static shapes and which parts run as captured graphs.
+
+    enabled: capture and replay graphs; false trains eagerly.
+    backend: cuda = CUDA graphs, recorder = the CPU backend, auto = what the device has.
+    warmup: optimizer steps that run eagerly before the graphs are captured.
+    slots: microbatches that may be in flight at once; none = as many as come.
+    strict: stop with an error where a graph cannot be captured, instead of going on eagerly.
+    scope: names of the stages to capture, such as attn,mlp; none = all.
+    granularity: layer = one graph for each layer, chunk = one for all layers.
+    capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas.
+    max_documents: largest number of documents in a captured microbatch (50 when given without a value); packs with
+        more run eagerly. none = the capacities alone decide.
+    """
+
+    enabled: bool = True
+    backend: Literal["auto", "cuda", "recorder"] = "auto"
+    warmup: int = 2
+    slots: int | None = None
+    strict: bool = False
+    scope: tuple[str, ...] | None = None
+    granularity: Literal["layer", "chunk"] = "layer"
+    capacities: tuple[Capacity, ...] = (Capacity(1024, 32),)
+    max_documents: int | None = field(default=None, metadata={"bare": str(DEFAULT_DOCUMENTS_CAP)})
+
+    def __post_init__(self) -> None:
+        _refuse({
+            f"warmup must be at least 1, got {self.warmup}": self.warmup < 1,
+            f"slots must be at least 1, got {self.slots}": self.slots is not None and self.slots < 1,
+            "capacities must name at least one static shape, such as 1024x32": not self.capacities,
+            f"max_documents must be at least 1, got {self.max_documents}":
+                self.max_documents is not None and self.max_documents < 1,
+        })
+
+    def captured_capacities(self) -> list[Capacity]:
+        """The shapes graphs are captured for, smallest first: the capacities with the documents cap put in."""
+        cap = self.max_documents
+        capped = {
+            dataclasses.replace(capacity, documents=min(capacity.documents, cap or capacity.documents))
+            for capacity in self.capacities
+        }
+        return sorted(capped)
+
+    def packing_capacities(self) -> list[Capacity]:
+        """The shapes packs may have, smallest first: the captured ones and, under a documents cap, the full ones."""
+        return sorted({*self.captured_capacities(), *self.capacities})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run is written, how long it is and what it runs on.
+
+    name: folder of the run under `folder`; none = the preset's name, made unique by a number.
+    folder: folder that holds all runs.
+    steps: optimizer steps.
+    tokens_per_step: real tokens of an optimizer step; packs are taken until they are reached, so their number varies.
+    log_every: steps between two lines of a log that is no terminal.
+    checkpoint_every: steps between two checkpoints; there is always one at the end.
+    keep_checkpoints: newest checkpoints that are kept.
+    resume: go on from the newest checkpoint of the run.
+    seed: seed of the weights and of dropout.
+    dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the weights.
+    device: auto = cuda where there is one, cpu otherwise.
+    deterministic: only deterministic kernels; an operation that has none is an error.
+    """
+
+    name: str | None = None
+    folder: str = "runs"
+    steps: int = 100
+    tokens_per_step: int = 4096
+    log_every: int = 10
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 3
+    resume: bool = False
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "tokens_per_step", "log_every", "checkpoint_every", "keep_checkpoints")
+        problems = {f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1 for name in counts}
+        bad_name = self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name)
+        problems[f"name must be the name of one folder, got {self.name!r}"] = bad_name
+        bad_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None
+        problems[f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"] = bad_device
+        _refuse(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run.
+
+    preset: name of the preset that the other values started from.
+    """
+
+    preset: str
+    model: DenseConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None = None) -> list[str]:
+    """All reasons why the sections of `config` do not fit together on a device of `device_type` (`cpu` or `cuda`).
+
+    vocabulary: number of token ids of the tokenizer, when it is known already.
+    """
+    backend = config.graph.backend
+    problems = {
+        "graph.backend = cuda needs a CUDA device; use auto, or recorder on the CPU":
+            config.graph.enabled and backend == "cuda" and device_type != "cuda",
+        "graph.backend = recorder runs on the CPU only; use auto, or run.device = cpu":
+            config.graph.enabled and backend == "recorder" and device_type == "cuda",
+        f"graph.warmup = {config.graph.warmup} leaves no step to replay in run.steps = {config.run.steps}; "
+        "lower it, or set graph.enabled = false": config.graph.enabled and config.graph.warmup >= config.run.steps,
+    }
+    if vocabulary is not None:
+        size = config.model.vocab_size
+        problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (
+            size < vocabulary)
+    return [text for text, wrong in problems.items() if wrong]
+
+
+def field_help(section: type, name: str) -> str:
+    """The help of a field: the `name: help` paragraph of its class's docstring (empty when there is none)."""
+    documented: dict[str, Any] = {}
+    current = ""
+    for line in (section.__doc__ or "").splitlines():
+        start = re.match(r"\s*([a-z_0-9]+): (.*)", line)
+        if start is not None:
+            current = start[1]
+            documented[current] = start[2].strip()
+        elif current and line.strip():
+            documented[current] += " " + line.strip()
+        else:
+            current = ""
+    return documented.get(name, "")

@@ -1,0 +1,50 @@
+"""Presets: complete runs by name. Everything in them can be changed by a config file or an option."""
+import difflib
+from collections.abc import Callable
+
+from packgraph.packing.capacity import Capacity
+from packgraph.train.data.config import DataConfig
+
+from packgraph.models.dense import DenseConfig
+from packgraph.train.config import ConfigError
+from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
+
+
+def qwen3_tiny() -> TrainConfig:
+    """A toy of the Qwen3 family on bytes of Python's own library: trains in two minutes on two CPU cores."""
+    return TrainConfig(
+        preset="qwen3-tiny",
+        model=DenseConfig(
+            vocab_size=320, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_kv_heads=2,
+            head_dim=32, rope_theta=10_000.0, tie_embeddings=True),
+        data=DataConfig(overlong="split"),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
+        graph=GraphConfig(capacities=(Capacity(256, 8), Capacity(512, 16), Capacity(1024, 32))),
+        run=RunConfig(steps=200, tokens_per_step=2048, checkpoint_every=100),
+    )
+
+
+def qwen3_0_6b() -> TrainConfig:
+    """The shape of Qwen3-0.6B in bfloat16, for one GPU; bring your own data and tokenizer.json."""
+    return TrainConfig(
+        preset="qwen3-0.6b",
+        model=DenseConfig(
+            vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8,
+            head_dim=128, rope_theta=1_000_000.0, tie_embeddings=True),
+        data=DataConfig(overlong="split"),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100),
+        graph=GraphConfig(capacities=(Capacity(1024, 32), Capacity(2048, 64), Capacity(4096, 64))),
+        run=RunConfig(steps=1000, tokens_per_step=32_768, checkpoint_every=250, dtype="bfloat16"),
+    )
+
+
+PRESETS: dict[str, Callable[[], TrainConfig]] = {"qwen3-tiny": qwen3_tiny, "qwen3-0.6b": qwen3_0_6b}
+
+
+def preset(name: str) -> TrainConfig:
+    """The preset called `name`. Raises ConfigError naming the nearest one."""
+    if name in PRESETS:
+        return PRESETS[name]()
+    close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+    hint = f", did you mean {close[0]}?" if close else ""
+    raise ConfigError([f"unknown preset {name!r}{hint} Known: {', '.join(PRESETS)}"])

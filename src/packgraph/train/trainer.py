@@ -1,0 +1,198 @@
+"""A training run: documents to packs to graphs to a trained model.
+
+    packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW ─▶ numbers of the step before ─▶ log, checkpoint
+
+The host never waits for the device within a step; the numbers of a step are read after the next one was launched. The
+invariants: a checkpoint never holds the state of a run whose loss or gradients are not finite, a run that goes on
+from one is bitwise the run that never stopped, and a stop by a signal comes between steps.
+"""
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from packgraph.packing.batch import PackedBatch
+from torch import Tensor
+
+from packgraph.models.dense import DenseModel
+from packgraph.plan.learning_rate import learning_rate_at
+from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors, save_checkpoint
+from packgraph.train.checkpoint_reader import CheckpointError
+from packgraph.train.config import to_dict
+from packgraph.train.executor import Executor
+from packgraph.train.metrics import LateFetch, MetricsLog, summarize
+from packgraph.train.optimizer import Optimizer
+from packgraph.train.options import TrainConfig
+from packgraph.train.progress import ProgressView
+from packgraph.train.random_state import random_states, set_random_states
+from packgraph.train.run_folder import CONFIG, SUMMARY, write_json
+from packgraph.train.signals import StopRequest
+from packgraph.train.step import accumulate, take_step
+
+CHECKPOINTS = "checkpoints"
+COMPLETED = "all steps done"
+DATA_ENDED = "the data ended"
+
+
+class NonFiniteLossError(RuntimeError):
+    """Loss, gradients or weights became NaN or infinite; the run stops and the last checkpoint stays."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Host facts of a launched step, kept until its device numbers arrive. Times in seconds."""
+
+    step: int
+    learning_rate: float
+    microbatches: int
+    tokens: int
+    places: int
+    replayed: int
+    fallbacks: int
+    seconds: float
+    starting: bool
+
+
+class Trainer:
+    """Owns model, optimizer, data and executor of one run. `run` trains; `close` frees the graphs."""
+
+    def __init__(self, config: TrainConfig, folder: Path, microbatches: Any, device: torch.device,
+                 view: ProgressView) -> None:
+        """microbatches: the resumable iterator of packs on the host. Creates nothing in `folder` yet."""
+        self.config, self.folder, self.microbatches = config, folder, microbatches
+        self.device, self.view = device, view
+        torch.manual_seed(config.run.seed)
+        self.model = build_model(config, device)
+        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer)
+        self.executor = Executor(self.model, config.graph, device)
+        self.step = 0
+        self._resumed_at = 0
+        self._fetch = LateFetch(device)
+        self._last_end = 0.0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors of model and optimizer by flat name."""
+        model = {f"model.{name}": value for name, value in self.model.state_dict(keep_vars=False).items()}
+        return model | {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint of the run. Raises CheckpointError."""
+        path = latest_checkpoint(self.folder / CHECKPOINTS)
+        if path is None:
+            raise CheckpointError(f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from")
+        step, state = load_state(path)
+        random = random_states(self.device)
+        if state["random_device"] != self.device.type:
+            raise CheckpointError(f"{path}: written on {state['random_device']}, this is {self.device.type}; a run "
+                                  "goes on bitwise only on the same kind of device (run.device)")
+        load_tensors(path, self.tensors() | {f"random.{name}": value for name, value in random.items()})
+        set_random_states(random, self.device)
+        self.microbatches.load_state_dict(state["data"])
+        self.step = self._resumed_at = step
+        self.view.note(f"resumed from {path}")
+
+    def run(self, stop: StopRequest) -> dict[str, Any]:
+        """Train until all steps are done, the data ends or `stop` asks. Returns the summary, which is also written.
+
+        Raises NonFiniteLossError, CheckpointError, and what the data raise on bad input.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / CONFIG, to_dict(self.config))
+        log = MetricsLog(self.folder, last_step=self.step)
+        if not log.has_board:
+            self.view.note("TensorBoard events are left out: tensorboard is not installed (pip install tensorboard)")
+        ended = COMPLETED
+        try:
+            packs = iter(self.microbatches)
+            saved_at = self.step
+            self._last_end = time.perf_counter()
+            while self.step < self.config.run.steps and not stop:
+                if not self._one_step(packs):
+                    ended = DATA_ENDED
+                    break
+                self._report(log, leave=1)
+                if self.step % self.config.run.checkpoint_every == 0:
+                    self._save(log)
+                    saved_at = self.step
+            if saved_at != self.step:
+                self._save(log)
+            self._report(log, leave=0)
+        finally:
+            log.close()
+        summary = self._summary(log, f"stopped by {stop.reason}" if stop else ended)
+        write_json(self.folder / SUMMARY, summary)
+        return summary
+
+    def close(self) -> None:
+        """Free all graphs and their memory."""
+        self.executor.close()
+
+    def _one_step(self, packs: Iterator[PackedBatch]) -> bool:
+        """Launch one optimizer step; False when the data ended."""
+        batches = take_step(packs, self.config.run.tokens_per_step)
+        if not batches:
+            return False
+        captured = self.executor.before_step(self.step - self._resumed_at)
+        self.optimizer.zero_grad()
+        loss = accumulate(self.executor.loss, batches, self.device)
+        learning_rate = self._learning_rate()
+        norm = self.optimizer.step(learning_rate)
+        started, self._last_end = self._last_end, time.perf_counter()
+        counts = self.executor.counts()
+        self.step += 1
+        record = StepRecord(
+            step=self.step, learning_rate=learning_rate, microbatches=len(batches),
+            tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
+            replayed=counts.replayed, fallbacks=counts.fallbacks, seconds=self._last_end - started,
+            starting=captured or self.step == self._resumed_at + 1)
+        self._fetch.push(record, torch.stack([loss, norm]))
+        return True
+
+    def _learning_rate(self) -> float:
+        options = self.config.optimizer
+        return learning_rate_at(
+            self.step, peak=options.learning_rate, warmup_steps=options.warmup_steps,
+            decay_steps=options.decay_steps or self.config.run.steps, min_fraction=options.min_learning_rate_fraction)
+
+    def _report(self, log: MetricsLog, *, leave: int) -> None:
+        """Read the numbers of launched steps until `leave` of them are left on the device; write and show them."""
+        while len(self._fetch) > leave:
+            record, (loss, norm) = self._fetch.pop()
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise NonFiniteLossError(self._not_finite(record.step, f"loss {loss}, gradient norm {norm}"))
+            row = {"step": record.step, "loss": loss, "gradient_norm": norm, "learning_rate": record.learning_rate,
+                   "tokens": record.tokens, "places": record.places, "microbatches": record.microbatches,
+                   "replayed": record.replayed, "fallbacks": record.fallbacks, "seconds": record.seconds,
+                   "starting": record.starting}
+            log.write(row)
+            self.view.show(row)
+
+    def _save(self, log: MetricsLog) -> None:
+        """Checkpoint the current step, after all its numbers and all weights were found finite."""
+        self._report(log, leave=0)
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(
+            [value.detach() for value in self.model.parameters()], float("inf"))]).max()
+        if not math.isfinite(largest.item()):
+            raise NonFiniteLossError(self._not_finite(self.step, "a weight is not finite"))
+        tensors = self.tensors() | {f"random.{name}": value for name, value in random_states(self.device).items()}
+        state = {"data": self.microbatches.state_dict(), "random_device": self.device.type}
+        save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints)
+
+    def _not_finite(self, step: int, what: str) -> str:
+        kept = latest_checkpoint(self.folder / CHECKPOINTS)
+        return (f"step {step}: {what}. Training stopped; "
+                + (f"the last good checkpoint is {kept}. " if kept else "there is no checkpoint yet. ")
+                + "Lower optimizer.learning_rate or optimizer.clip_norm, or look at the data of this step")
+
+    def _summary(self, log: MetricsLog, ended: str) -> dict[str, Any]:
+        return {"ended": ended, "device": str(self.device)} | summarize(log.rows) | self.executor.summary()
+
+
+def build_model(config: TrainConfig, device: torch.device) -> DenseModel:
+    """The model of a run, its weights drawn on the CPU from `run.seed` so that they do not depend on the device."""
+    torch.manual_seed(config.run.seed)
+    model = DenseModel(config.model)
+    return model.to(device=device, dtype=getattr(torch, config.run.dtype)).train()

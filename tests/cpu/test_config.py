@@ -1,0 +1,174 @@
+"""Configurations: layers, types, all problems at once, round trips."""
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packgraph.packing.capacity import Capacity
+
+from packgraph.train.command_line import all_options, options_help, split_overrides
+from packgraph.train.config import ConfigError, Layer, differences, load_file, read_config, to_dict
+from packgraph.train.config_values import ValueProblem, convert, plain, render
+
+
+@dataclass(frozen=True)
+class Inner:
+    """An inner section.
+
+    rate: how fast
+        it goes.
+    """
+
+    rate: float = 0.5
+    shape: tuple[int, int] = (1, 2)
+    names: tuple[str, ...] | None = None
+    kind: Literal["one", "two"] = "one"
+    capacities: tuple[Capacity, ...] = (Capacity(8, 2),)
+    cap: int | None = field(default=None, metadata={"bare": "50"})
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ValueError(f"rate must not be negative, got {self.rate}")
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The whole."""
+
+    title: str = "x"
+    on: bool = False
+    count: int = 3
+    inner: Inner = field(default_factory=Inner)
+
+
+def from_words(*words: str) -> Outer:
+    layer, rest = split_overrides(words, Outer(), ("--config",))
+    assert rest == []
+    return read_config(Outer(), [layer])
+
+
+def problems_of(*layers: Layer) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        read_config(Outer(), layers)
+    return caught.value.problems
+
+
+def test_later_layers_win_and_untouched_values_stay() -> None:
+    config = read_config(Outer(), [Layer("a.toml", {"count": 5, "inner": {"rate": 1}}),
+                                   Layer("command line", {"inner": {"rate": "0.25"}}, text=True)])
+    assert config == Outer(count=5, inner=Inner(rate=0.25))
+
+
+def test_options_of_every_type() -> None:
+    config = from_words("--inner.rate", "1e-3", "--inner.shape=3,4", "--inner.names", "a, b", "--inner.kind", "two",
+                        "--inner.capacities", "512x32,256x16x64", "--on", "--title=--odd", "--count", "-7")
+    assert config.inner == Inner(rate=1e-3, shape=(3, 4), names=("a", "b"), kind="two",
+                                 capacities=(Capacity(512, 32), Capacity(256, 16, 64)))
+    assert (config.on, config.title, config.count) == (True, "--odd", -7)
+
+
+def test_flags_take_a_value_only_when_it_fits() -> None:
+    words = ["--on", "preset", "--inner.cap", "word", "--config", "f.toml"]
+    layer, rest = split_overrides(words, Outer(), ("--config",))
+    assert rest == ["preset", "word", "--config", "f.toml"]
+    assert read_config(Outer(), [layer]) == Outer(on=True, inner=Inner(cap=50))
+    assert from_words("--inner.cap", "7").inner.cap == 7
+    assert from_words("--inner.cap", "off").inner.cap is None
+    assert from_words("--on", "--no-on").on is False
+
+
+def test_all_problems_come_at_once_with_place_and_nearest_key() -> None:
+    problems = problems_of(
+        Layer("run.toml", {"cuont": 1, "count": 2.5, "inner": {"kind": "three", "on": True, "rate": "fast"}}),
+        Layer("command line", {"rate": "1", "inner": {"shape": "1,2,3", "capacities": "512"}, "on": "maybe"},
+              text=True))
+    text = "\n".join(problems)
+    assert len(problems) == 9
+    assert "run.toml: cuont: unknown key, did you mean count?" in text
+    assert "run.toml: count: expected a whole number, got 2.5" in text
+    assert "run.toml: inner.kind: expected one | two, got 'three'" in text
+    assert "run.toml: inner.on: unknown key, did you mean on?" in text
+    assert "run.toml: inner.rate: expected a number, got 'fast'" in text
+    assert "--rate: unknown key, did you mean --inner.rate?" in text
+    assert "--inner.shape: expected 2 values, got 3" in text
+    assert "--inner.capacities: expected TOKENSxDOCUMENTS" in text
+    assert "--on: expected true or false, got 'maybe'" in text
+
+
+def test_a_section_that_refuses_its_values_is_a_problem_among_others() -> None:
+    problems = problems_of(Layer("f.json", {"inner": {"rate": -1.0}, "zzzzz": 1}))
+    assert problems == ("f.json: zzzzz: unknown key", "section inner: rate must not be negative, got -1.0")
+
+
+def test_a_section_set_as_a_value_and_a_missing_value() -> None:
+    assert "this is a section; set one of its keys, such as f.json: inner.rate" in problems_of(
+        Layer("f.json", {"inner": 3}))[0]
+    with pytest.raises(ConfigError, match=r"--inner\.rate: expected a number, got ''"):
+        from_words("--inner.rate", "--on")
+
+
+@pytest.mark.parametrize("value", [True, "3", 3.0, None, float("nan")])
+def test_nothing_is_guessed_for_a_whole_number_in_a_file(value: object) -> None:
+    with pytest.raises(ValueProblem):
+        convert(value, int, from_text=False)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1e999"])
+def test_numbers_are_finite(text: str) -> None:
+    with pytest.raises(ValueProblem, match="finite"):
+        convert(text, float, from_text=True)
+
+
+def test_files_are_read_and_broken_ones_are_named(tmp_path: Path) -> None:
+    good = tmp_path / "a.toml"
+    good.write_text('count = 9\n[inner]\ncap = "off"\ncapacities = ["8x4"]\nshape = [5, 6]\n')
+    assert read_config(Outer(), [load_file(good)]) == Outer(
+        count=9, inner=Inner(capacities=(Capacity(8, 4),), shape=(5, 6)))
+    for name, text in [("b.toml", "count = = 3"), ("c.json", "{"), ("d.json", "[1]"), ("e.yaml", "a: 1"),
+                       ("missing.toml", None)]:
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=name):
+            load_file(tmp_path / name)
+
+
+letters = st.characters(codec="utf-8", exclude_characters=",", exclude_categories=("Cs", "Zs", "Cc"))
+names = st.text(letters, min_size=1, max_size=5)
+capacity = st.builds(Capacity, st.integers(1, 4096), st.integers(1, 64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.builds(Outer, title=names, on=st.booleans(), count=st.integers(), inner=st.builds(
+    Inner, rate=st.floats(0, 1e30), shape=st.tuples(st.integers(), st.integers()), kind=st.sampled_from(["one", "two"]),
+    names=st.none() | st.lists(names).map(tuple), capacities=st.lists(capacity, min_size=1).map(tuple),
+    cap=st.none() | st.integers())))
+def test_json_round_trip(config: Outer) -> None:
+    again = read_config(Outer(), [Layer("config.json", json.loads(json.dumps(to_dict(config))))])
+    assert again == config
+    assert differences(to_dict(config), to_dict(again)) == {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(capacity, st.floats(allow_nan=False, allow_infinity=False), st.integers(), st.booleans())
+def test_rendered_text_reads_back(shape: Capacity, number: float, whole: int, flag: bool) -> None:
+    pairs = [(shape, Capacity), (number, float), (whole, int), (flag, bool), ((whole, whole), tuple[int, int])]
+    for value, kind in pairs:
+        assert convert(render(value), kind, from_text=True) == value
+        assert convert(plain(value), kind, from_text=False) == value
+
+
+def test_help_lists_every_option_with_default_and_help() -> None:
+    text = options_help(Outer())
+    assert all(option in text for option in all_options(Outer()))
+    assert "--inner.rate a number\n      how fast it goes. (default: 0.5)" in text
+    assert "--inner.cap [a whole number or none]" in text
+    assert "--inner.capacities TOKENSxDOCUMENTS[xLONGEST], ..." in text
+
+
+def test_differences_name_the_paths() -> None:
+    before, after = to_dict(Outer()), to_dict(dataclasses.replace(Outer(), inner=Inner(rate=2.0)))
+    assert differences(before, after) == {"inner.rate": (0.5, 2.0)}
