@@ -95,7 +95,7 @@ def train(model, *, steps, seed=3, sizes=(8, 12, 6), in_flight=4, set_to_none=Tr
         for index in order.sample(range(len(outs)), len(outs)):
             touch(model, step)
             toy_loss(outs[index]).backward()
-        facts = {f"output {i} {name}": value.detach().clone() for i, out in enumerate(outs) for name, value in out.items()}
+        facts = {f"output {i} {name}": t.detach().clone() for i, out in enumerate(outs) for name, t in out.items()}
         facts |= {f"input gradient {i}": pair[1].grad.clone() for i, pair in enumerate(inputs)}
         facts |= {f"gradient {name}": p.grad.clone() for name, p in model.named_parameters()}
         facts |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}

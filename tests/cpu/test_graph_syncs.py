@@ -70,8 +70,8 @@ def cumulative(h, x): return h.cumsum(0) + x.argsort(0)
 def any_on_device(h, x): return h * (x > 0).any()
 
 
-SAFE = [long_index, gather, masked_fill, where_three, scatter, fixed_repeats, shape_arithmetic, one_hot_static, cumulative,
-        any_on_device]
+SAFE = [long_index, gather, masked_fill, where_three, scatter, fixed_repeats, shape_arithmetic, one_hot_static,
+        cumulative, any_on_device]
 
 
 def make_input():

@@ -9,7 +9,7 @@ def leaves_behind(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """The leaf tensors that need a gradient and that `tensors` were computed from, each once, in walking order."""
     found: dict[int, torch.Tensor] = {}
     seen: set[Any] = set()
-    stack = []
+    stack: list[Any] = []
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
             continue

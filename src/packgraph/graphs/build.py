@@ -173,15 +173,17 @@ class VariantBuild:
                 found.append(leaf)
             elif id(leaf) not in inputs:
                 raise CaptureError(
-                    f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient but "
-                    "is no registered parameter of the module", user_line(),
+                    f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient "
+                    "but is no registered parameter of the module", user_line(),
                     "register it (nn.Parameter attribute or register_parameter), or pass it as an argument")
         return found
 
     def _capture_backward(self, index: int) -> Region:
         forward = self.forwards[index]
-        outputs = [Output(static, out.requires_grad) for static, out in zip(forward.statics, forward.outputs, strict=True)]
-        region = Region(index, self.program.describe(forward.run), forward.graph, forward.inputs, outputs, forward.entries)
+        pairs = zip(forward.statics, forward.outputs, strict=True)
+        outputs = [Output(static, out.requires_grad) for static, out in pairs]
+        name = self.program.describe(forward.run)
+        region = Region(index, name, forward.graph, forward.inputs, outputs, forward.entries)
         starts, gradients = self._incoming(index, forward, outputs)
         if starts:
             owned, returned = self._classify(forward.parameters)

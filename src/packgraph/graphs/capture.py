@@ -59,13 +59,15 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         return VariantBuild(program, slot, window, aliases, buffers, observed, journal).capture(args, kwargs)
 
 
-def rehearse(program: Program, backend: Backend, observed: set[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def rehearse(program: Program, backend: Backend, observed: set[int],
+             args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run forward and backward once, watched, where the backend needs a warm-up before it captures.
 
     Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
     """
     with _explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases:
-        backend.warm_up(lambda: _run_watched(program, backend, observed, journal, [*aliases.alias_of.values()], args, kwargs))
+        parameters = [*aliases.alias_of.values()]
+        backend.warm_up(lambda: _run_watched(program, backend, observed, journal, parameters, args, kwargs))
 
 
 def _run_watched(program: Program, backend: Backend, observed: set[int], journal: Journal, parameters: list[Any],

@@ -85,7 +85,8 @@ class CudaWindow:
         graph = holder.graph
         assert graph is not None
         for generator in self.backend.extra_generators:
-            graph.register_generator_state(generator)
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
         with torch.cuda.stream(self.backend.stream):
             graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
             ended = False
@@ -118,7 +119,7 @@ class CudaBackend:
 
     name = "cuda"
     device_type = "cuda"
-    guard_device = "cuda"
+    guard_device: str | None = "cuda"
 
     def __init__(self, device: torch.device, extra_generators: Sequence[torch.Generator] = ()) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())

@@ -26,7 +26,7 @@ def eager(reason: str) -> Iterator[None]:
     Raises ValueError when `reason` is empty: a fallback without a reason cannot be explained later.
     """
     if not isinstance(reason, str) or not reason.strip():
-        raise ValueError("packgraph.eager needs a reason, for example packgraph.eager('debugging'): it is counted in stats")
+        raise ValueError("packgraph.eager needs a reason to count, for example packgraph.eager('debugging')")
     token = _BYPASS.set(reason)
     try:
         yield

@@ -17,7 +17,7 @@ from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import capture_variant, rehearse
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.parameters import Fingerprint, GradientBuffers
+from packgraph.graphs.parameters import Fingerprint, GradientBuffers, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import refusal
 from packgraph.graphs.region import replay_region
@@ -73,7 +73,7 @@ class GraphedModule(torch.nn.Module):
         self._program = Program(module, scope, granularity)
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
-        self._backend: Backend = choose_backend(backend, self.device)
+        self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
         self._slots = Slots(self._backend, self.device, slots)
         self._buffers_of_gradients = GradientBuffers()
         self._fingerprint: Fingerprint | None = None
@@ -201,10 +201,10 @@ class GraphedModule(torch.nn.Module):
         change = self._fingerprint.changed() if self._fingerprint is not None else None
         if change is not None:
             error = CaptureError(f"{change} after the graphs were captured", user_line(),
-                                 "change parameters in place (copy_, load_state_dict) to keep the graphs; they are captured again now")
+                                 "change parameters in place (copy_, load_state_dict) to keep the graphs")
             if self.strict:
                 raise error
-            warnings.warn(str(error), PackgraphWarning, stacklevel=4)
+            warnings.warn(f"capturing again: {error}", PackgraphWarning, stacklevel=4)
             self.stats.recaptures["module changed"] += sum(slot.clear() for slot in self._slots.all)
             self._buffers_of_gradients = GradientBuffers()
             self._failed.clear()
@@ -241,11 +241,12 @@ class GraphedModule(torch.nn.Module):
         """Raise in strict mode; otherwise warn, and training goes on eagerly."""
         if self.strict:
             raise error
-        warnings.warn(f"running eagerly from here on, because a capture failed: {error}", PackgraphWarning, stacklevel=4)
+        message = f"running eagerly from here on, because a capture failed: {error}"
+        warnings.warn(message, PackgraphWarning, stacklevel=4)
 
 
 def _own_copies(state: State, lent: dict[int, torch.Tensor]) -> State:
-    """The state for an eager stage: differentiable tensors of static memory are cloned, since autograd may keep them."""
+    """The state for an eager stage: differentiable static tensors are cloned, since autograd may keep them."""
     clones: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:

@@ -124,3 +124,9 @@ def module_hooks(module: torch.nn.Module) -> str | None:
                 where = f"submodule {name!r}" if name else "the module"
                 return f"{where} ({type(owner).__name__}) has {kind.strip('_').replace('_', ' ')}"
     return None
+
+
+def module_generators(module: torch.nn.Module) -> list[torch.Generator]:
+    """The random generators that the module or its submodules hold as attributes, each once."""
+    found = {id(v): v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Generator)}
+    return list(found.values())

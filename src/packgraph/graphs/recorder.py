@@ -13,7 +13,7 @@ would keep every block alive and hide reuse bugs. Tensors from outside (paramete
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -122,7 +122,7 @@ class RecorderGraph:
 
     def bind(self, window: "RecorderWindow") -> None:
         """Replace operands by tensors on the pool's memory."""
-        program = []
+        program: list[Any] = []
         for node in self.nodes:
             if node.spec is None:
                 program.append((node.function, None, None, [], []))
@@ -206,7 +206,8 @@ class RecorderWindow:
                 with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
                     self._external[id(tensor)] = (tensor, tensor.detach())
             return self._external[id(tensor)][1]
-        return _Operand(number, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        offset = int(tensor.storage_offset())
+        return _Operand(number, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()))
 
     def resolve(self, operand: Any) -> Any:
         """The tensor behind an operand, once the window has closed."""
@@ -290,7 +291,10 @@ class RecorderBackend:
 
     name = "recorder"
     device_type = "cpu"
-    guard_device = None
+    guard_device: str | None = None
+
+    def __init__(self, extra_generators: Sequence[torch.Generator] = ()) -> None:
+        self.extra_generators = list(extra_generators)
 
     def new_pool(self) -> RecorderPool:
         """An empty pool."""
@@ -307,5 +311,5 @@ class RecorderBackend:
         """Not needed: the CPU has nothing to initialise before a capture."""
 
     def generators(self) -> list[torch.Generator]:
-        """The CPU's default generator."""
-        return [torch.default_generator]
+        """The CPU's default generator, and those the module holds."""
+        return [torch.default_generator, *self.extra_generators]

@@ -18,8 +18,8 @@ def refusal(module: torch.nn.Module) -> Refusal | None:
     """Why `module` cannot be captured at all, or None."""
     wrapper = _data_parallel(module)
     if wrapper is not None:
-        return Refusal(f"{wrapper} hooks", f"the module is or holds a {wrapper}: it reduces gradients and gathers parameters in "
-                       "hooks, which graphs would skip",
+        return Refusal(f"{wrapper} hooks",
+                       f"the module is or holds a {wrapper}: it works through hooks, which graphs would skip",
                        "graph the plain module and reduce its .grad after the last backward of the step")
     hooks = module_hooks(module)
     if hooks is not None:

@@ -88,7 +88,8 @@ def stage_inputs(region: Region, state: State) -> list[torch.Tensor]:
     Raises RuntimeError when an eager stage hands over another shape than at capture.
     """
     wanted: list[torch.Tensor] = []
-    key, leaves = None, []
+    key: str | None = None
+    leaves: list[torch.Tensor] = []
     for entry in region.inputs:
         if entry.key != key:
             key, value = entry.key, state[entry.key]

@@ -118,7 +118,7 @@ class Slots:
 
     def reserve(self, count: int) -> list["Ticket"]:
         """Claim `count` slots at once, to build them. Raises RuntimeError when fewer can be had."""
-        tickets = []
+        tickets: list[Ticket] = []
         for _ in range(count):
             ticket = self.acquire(None)
             if ticket is None:
@@ -143,7 +143,8 @@ class Ticket:
         if self.released or region not in self.pending:
             raise RuntimeError(
                 "backward through a captured region a second time: its saved activations are gone after the first "
-                "(retain_graph=True has no effect on graphs). Call the module again, or run it under packgraph.eager(...)")
+                "(retain_graph=True has no effect on graphs). Call the module again, or run it under "
+                "packgraph.eager(...)")
 
     def finish_backward(self, region: int) -> None:
         """Note that `region` is done; the last one releases the slot."""
