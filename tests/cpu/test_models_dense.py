@@ -4,6 +4,8 @@ import torch
 from model_batches import HandBatch, hand_batch, random_documents
 
 from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
 from packgraph.plan.stages import Staged
 
 CONFIG = DenseConfig(vocab_size=40, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -18,6 +20,15 @@ def gradients(model: DenseModel, batch: HandBatch, **arguments) -> dict[str, tor
     model.zero_grad()
     model(batch, **arguments).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_hand_made_batches_are_packed_batches():
+    documents = random_documents([5, 1, 7], 40, 0)
+    ours, packed = hand_batch(documents, 16, 4), PackedBatch.build(documents, Capacity(16, 4))
+    for name in ("tokens", "labels", "position_ids", "loss_mask", "padding_mask", "document_ids", "cu_seqlens"):
+        assert torch.equal(getattr(ours, name), getattr(packed, name)), name
+    model = DenseModel(CONFIG)
+    assert model(ours) == model(packed)
 
 
 def test_is_staged_and_lists_its_stages():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from model_batches import hand_batch
 from torch import Tensor
 
-from packgraph.ops.attention import attention, attention_metadata, choose_backend
+from packgraph.ops.attention import AttentionMetadata, attention, attention_metadata, choose_backend
 from packgraph.ops.attention_varlen import zero_padding_gradient
 
 # both sides are float32 sums of at most 24 terms of size one in different order
@@ -105,6 +105,51 @@ def test_shapes_that_do_not_fit_are_named():
         attention(q[:, :3], k, v, meta)
     with pytest.raises(ValueError, match="T = 4"):
         attention(q[:2], k[:2], v[:2], meta)
+
+
+class _UnwrittenTails(torch.autograd.Function):
+    """Stands in for the CUDA kernel: one head size, and rows of padding hold NaN in the output and all gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, scale):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        ctx.save_for_backward(q, k, v, cu_seqlens)
+        ctx.scale = scale
+        return _UnwrittenTails.compute(q, k, v, cu_seqlens, scale)
+
+    @staticmethod
+    def compute(q, k, v, cu_seqlens, scale):
+        meta = AttentionMetadata(cu_seqlens, torch.empty(q.shape[0]), None, q.shape[0], "naive")
+        return _UnwrittenTails.spoil(attention(q, k, v, meta, scale=scale), cu_seqlens)
+
+    @staticmethod
+    def spoil(x, cu_seqlens):
+        return x.index_fill(0, torch.arange(int(cu_seqlens[-1]), x.shape[0]), float("nan"))
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, cu_seqlens = ctx.saved_tensors
+        assert torch.isfinite(grad).all()
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            _UnwrittenTails.compute(*leaves, cu_seqlens, ctx.scale).backward(grad)
+        return (*(_UnwrittenTails.spoil(leaf.grad, cu_seqlens) for leaf in leaves), None, None)
+
+
+@pytest.mark.parametrize("value_dim", [8, 4])
+def test_varlen_cleans_what_its_kernel_leaves_unwritten(monkeypatch, value_dim):
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        assert cu_q is cu_k and max_q == max_k == 16 and window_size == (-1, 0) and enable_gqa
+        return _UnwrittenTails.apply(q, k, v, cu_q, scale)
+
+    monkeypatch.setattr("packgraph.ops.attention_varlen.varlen_attn", kernel)
+    monkeypatch.setattr("packgraph.ops.attention_varlen._SAYS_GQA", True)
+    monkeypatch.setattr("packgraph.ops.attention_varlen._check_supported", lambda q, v: None)
+    q, k, v, grad = random_inputs(16, 2, 3, 8, value_dim, seed=4)
+    expected = run("naive", [q, k, v], [5, 0, 6], 16, grad)
+    for ours, theirs in zip(run("varlen", [q, k, v], [5, 0, 6], 16, grad), expected):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+        assert (ours[11:] == 0).all()
 
 
 def test_varlen_says_why_it_cannot_run_here():

@@ -7,21 +7,19 @@ State: batch and tokens_in_step from `begin`; hidden [T, H], rotary (cos, sin) a
 token holds reaches a result, and stay finite from there on.
 """
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.models.config import DenseConfig
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
 from packgraph.ops.attention import attention_metadata, choose_backend
 from packgraph.ops.loss import linear_cross_entropy, token_count
+from packgraph.packing.batch import PackedBatch
 from packgraph.plan.stages import Stage, State, run_stages
-
-if TYPE_CHECKING:
-    from packgraph.models.config import DenseConfig
-    from packgraph.packing.batch import PackedBatch
 
 
 class StagedLayer(Protocol):
@@ -37,7 +35,7 @@ class DecoderStack(nn.Module):
     checkpoints without the leading `model.`; with tied embeddings there is no `lm_head`.
     """
 
-    def __init__(self, config: "DenseConfig", layers: Iterable[nn.Module]) -> None:
+    def __init__(self, config: DenseConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -52,7 +50,7 @@ class DecoderStack(nn.Module):
         """The [V, H] matrix of the head."""
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
 
-    def begin(self, batch: "PackedBatch", tokens_in_step: Tensor | None = None) -> State:
+    def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None) -> State:
         return {"batch": batch, "tokens_in_step": tokens_in_step}
 
     def stages(self) -> Sequence[Stage]:
@@ -62,7 +60,7 @@ class DecoderStack(nn.Module):
     def end(self, state: State) -> Tensor:
         return state["loss"]
 
-    def forward(self, batch: "PackedBatch", tokens_in_step: Tensor | None = None) -> Tensor:
+    def forward(self, batch: PackedBatch, tokens_in_step: Tensor | None = None) -> Tensor:
         """Sum of the token losses of `batch` divided by `tokens_in_step`: 0-d float32.
 
         tokens_in_step: 0-d int64 or float32 on the batch's device, the labels that count in the whole step;
@@ -70,7 +68,7 @@ class DecoderStack(nn.Module):
         """
         return run_stages(self, batch, tokens_in_step)
 
-    def logits(self, batch: "PackedBatch") -> Tensor:
+    def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] of all rows; those of padding rows mean nothing but are finite."""
         state = self.begin(batch)
         for stage in self.stages()[:-1]:

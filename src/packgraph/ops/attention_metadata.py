@@ -3,14 +3,12 @@
 Everything that changes from microbatch to microbatch is a device tensor; the two host values (`longest`,
 `backend`) are fixed by the capacity and the model, so a captured graph may bake them.
 """
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from packgraph.ops.attention_sdpa import document_mask
-
-if TYPE_CHECKING:
-    from packgraph.packing.batch import PackedBatch
+from packgraph.packing.batch import PackedBatch
 
 
 class AttentionMetadata(NamedTuple):
@@ -28,7 +26,7 @@ class AttentionMetadata(NamedTuple):
     backend: str
 
 
-def attention_metadata(batch: "PackedBatch", backend: str) -> AttentionMetadata:
+def attention_metadata(batch: PackedBatch, backend: str) -> AttentionMetadata:
     """Build the metadata of one microbatch for `backend` (see `packgraph.ops.attention.BACKENDS`)."""
     longest = batch.capacity.longest
     return AttentionMetadata(

@@ -4,17 +4,15 @@ Reads the boundaries on the host, so it serves as an oracle and can never be cap
 """
 import itertools
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.ops.attention_metadata import AttentionMetadata
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, meta: "AttentionMetadata", scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
 ) -> Tensor:
     """Softmax(q k^T * scale) v for each document alone; zeros in padding. Shapes as in `attention`."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -8,15 +8,14 @@ gradient. So they are set to zero: in the output by masked_fill, in the gradient
 identity forwards.
 """
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-if TYPE_CHECKING:
-    from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.ops.attention_metadata import AttentionMetadata
 
 CAUSAL = (-1, 0)  # a tuple: the kernel's wrapper compares with `== (-1, 0)` and a list would lose causality
 MAX_HEAD_DIM = 256
@@ -44,7 +43,7 @@ def zero_padding_gradient(padding_mask: Tensor, *tensors: Tensor) -> tuple[Tenso
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, meta: "AttentionMetadata", scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
 ) -> Tensor:
     """Attention by varlen_attn. Shapes as in `attention`; CUDA, bfloat16 or float16."""
     _check_supported(q, v)

@@ -1,20 +1,17 @@
 """Grouped-query attention with rotary positions and normalised queries and keys, as in Qwen3."""
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from packgraph.models.config import DenseConfig
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.ops.attention import AttentionMetadata, attention
 from packgraph.ops.rotary import apply_rotary
-
-if TYPE_CHECKING:
-    from packgraph.models.config import DenseConfig
 
 
 class GroupedQueryAttention(nn.Module):
     """[T, H] -> [T, H]; projections are named as in Hugging Face checkpoints."""
 
-    def __init__(self, config: "DenseConfig") -> None:
+    def __init__(self, config: DenseConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -8,24 +8,21 @@ Each stage reads and replaces `hidden` in the state. A layer with other branches
 of the model does not know them.
 """
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.models.config import DenseConfig
 from packgraph.models.layers.attention import GroupedQueryAttention
 from packgraph.models.layers.mlp import GatedMLP
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.plan.stages import Stage, State
 
-if TYPE_CHECKING:
-    from packgraph.models.config import DenseConfig
-
 
 class DenseLayer(nn.Module):
     """Attention and feed-forward branch, each with pre-norm, residual and dropout."""
 
-    def __init__(self, config: "DenseConfig", index: int) -> None:
+    def __init__(self, config: DenseConfig, index: int) -> None:
         super().__init__()
         self.index = index
         self.dropout = config.dropout

@@ -1,0 +1,123 @@
+"""Operations on CUDA: kernels against their naive twins, clean padding, capture and replay with new values."""
+import pytest
+import torch
+from model_batches import hand_batch
+from torch import Tensor
+
+from packgraph.ops.attention import attention, attention_metadata
+from packgraph.ops.loss import linear_cross_entropy, naive_linear_cross_entropy
+from packgraph.ops.norm import naive_rms_norm, rms_norm
+
+pytestmark = [pytest.mark.gpu,
+              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+# bfloat16 rounds by up to 2 ** -9; probabilities, values and outputs are each rounded, gradients a few times more
+RELATIVE = 0.03
+LENGTHS = [37, 0, 128, 1, 60]
+
+
+def on_cuda(lengths: list[int], rows: int):
+    batch = hand_batch([[1] * length for length in lengths], rows, 8)
+    tensors = {name: value.cuda() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return type(batch)(capacity=batch.capacity, **tensors)
+
+
+def attend(backend: str, tensors: list[Tensor], grad: Tensor, batch) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = attention(*leaves, attention_metadata(batch, backend))
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    assert torch.isfinite(ours).all()
+    assert (ours.float() - theirs.float()).norm() <= RELATIVE * theirs.float().norm() + 1e-6
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"),
+                         [(4, 4, 64, 64), (8, 2, 128, 128), (4, 4, 192, 128), (2, 1, 16, 16)])
+@pytest.mark.parametrize("backend", ["varlen", "sdpa"])
+def test_attention_equals_naive(backend, heads, kv_heads, dim, value_dim):
+    torch.manual_seed(0)
+    batch, rows, used = on_cuda(LENGTHS, 256), 256, sum(LENGTHS)
+    shapes = [(rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, value_dim), (rows, heads, value_dim)]
+    low = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    expected = attend("naive", [x.float() for x in low[:3]], low[3].float(), batch)
+    for x in low:
+        x[used:] = float("nan")
+    for ours, theirs in zip(attend(backend, low[:3], low[3], batch), expected):
+        assert_near(ours, theirs)
+        assert (ours[used:] == 0).all()
+
+
+def test_varlen_replays_with_new_boundaries():
+    torch.manual_seed(0)
+    static = on_cuda(LENGTHS, 256)
+    q, k, v, grad = (torch.randn(256, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attend("varlen", [q, k, v], grad, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        captured = attend("varlen", [q, k, v], grad, static)
+    for lengths in ([256], [100, 100], [], [1, 2, 3, 4], LENGTHS):
+        new = on_cuda(lengths, 256)
+        for name in ("cu_seqlens", "padding_mask", "document_ids"):
+            getattr(static, name).copy_(getattr(new, name))
+        for tensor in captured:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        eager = attend("varlen", [q, k, v], grad, new)
+        assert torch.equal(captured[0], eager[0])
+        for ours, theirs in zip(captured[1:], eager[1:]):
+            assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_equals_naive_and_repeats_bitwise(dtype):
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(shape, device="cuda").mul(0.3).to(dtype) for shape in ((512, 64), (5000, 64)))
+    labels = torch.randint(0, 5000, (512,), device="cuda")
+    labels[400:] = -100
+
+    def run(function, hidden: Tensor, weight: Tensor, **options) -> list[Tensor]:
+        hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = function(hidden, weight, labels, **options)
+        (loss / 400).backward()
+        return [loss.detach(), hidden.grad, weight.grad]
+
+    expected = run(naive_linear_cross_entropy, hidden.float(), weight.float())
+    hidden[400:] = float("nan")
+    first, second = (run(linear_cross_entropy, hidden, weight, chunk=128) for _ in range(2))
+    for ours, theirs in zip(first, expected):
+        assert_near(ours, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_loss_repeats_bitwise_under_deterministic_algorithms(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    hidden = torch.randn(64, 16, device="cuda", requires_grad=True)
+    weight = torch.randn(100, 16, device="cuda", requires_grad=True)
+    labels = torch.randint(0, 100, (64,), device="cuda")
+    plain = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), [hidden, weight])
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), [hidden, weight])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, strict))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_equals_naive(dtype):
+    x = torch.randn(64, 8, 128, device="cuda", dtype=dtype)
+    weight = torch.randn(128, device="cuda", dtype=dtype)
+    grad = torch.randn_like(x)
+    results = []
+    for function, cast in ((rms_norm, dtype), (naive_rms_norm, torch.float32)):
+        leaves = [t.to(cast).clone().requires_grad_() for t in (x, weight)]
+        function(*leaves, 1e-6).backward(grad.to(cast))
+        results.append([function(*leaves, 1e-6).detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results):
+        assert_near(ours, theirs)
