@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 class Document:
     """One document on the host.
 
-    tokens: int64 [n], n >= 1. targets: int64 [n], what is to be predicted at each place (-100 = nothing), None = tokens.
+    tokens: int64 [n], n >= 1. targets: int64 [n], what is to be predicted at each place (-100: nothing), None = tokens.
     The target of the first token is never used: nothing of the same document stands before it.
     """
 

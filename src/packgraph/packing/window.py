@@ -3,7 +3,7 @@
     stream ──▶ window (sorted by length) ──▶ one pack at a time
 
 The document that has waited longest opens a pack; then always the longest waiting one that still fits joins it, until
-none does. So nobody waits for ever, short documents are spent on what would be padding, and the only state is the window.
+none does. So nobody waits for ever, short documents go where padding would be, and the only state is the window.
 """
 from bisect import bisect_right, insort
 from collections import OrderedDict

@@ -1,0 +1,9 @@
+"""Errors of the data a run is given. The message is all a user needs: where (file:line), what, and what to do."""
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on: malformed, empty, missing, or not those a checkpoint was written with."""
+
+
+class MissingPackageError(DataError, ImportError):
+    """A source or tokenizer that needs an optional package which is not installed."""

@@ -1,0 +1,117 @@
+"""Any tokenizer.json, through the package `tokenizers` (data only: nothing in the file is executed).
+
+Text ends with the end token, which a tokenizer.json does not name: it is read from a tokenizer_config.json beside the
+file, else the first of the usual names that the vocabulary has. Chats are written as ChatML, which is what Qwen models
+use; they are tokenized as one text, since tokens may span a turn's border, and offsets say which tokens are the
+assistant's words.
+"""
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packgraph.packing.document import IGNORED, Document
+from packgraph.train.data.errors import DataError, MissingPackageError
+from packgraph.train.data.source import Message, SourceDocument
+from packgraph.train.data.tokenized_row import documents_of_row
+
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+
+
+class FileTokenizer:
+    """The tokenizer of a tokenizer.json (or of a folder that holds one)."""
+
+    def __init__(self, path: str) -> None:
+        """Raises DataError for a missing or foreign file, MissingPackageError without `tokenizers`."""
+        file = Path(path).expanduser()
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise DataError(f"{file}: no such file; data.tokenizer must be `bytes` or the path of a tokenizer.json")
+        self._name = str(file)
+        self._tokenizer = _load(file)
+        self._end = self._end_token(file.parent / "tokenizer_config.json")
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+    def encode(self, document: SourceDocument) -> list[Document]:
+        """See `Tokenizer.encode`."""
+        if document.row is not None:
+            return documents_of_row(document.row, document.where, self.vocab_size)
+        if document.messages is not None:
+            return [self._chat(document.messages, document.where)]
+        if not document.text:
+            return []
+        ids = self._tokenizer.encode(document.text).ids
+        if self._end is not None and ids[-1:] != [self._end]:
+            ids = [*ids, self._end]
+        return [Document(np.array(ids, dtype=np.int64))] if ids else []
+
+    def _chat(self, messages: tuple[Message, ...], where: str) -> Document:
+        for token in (TURN_START, TURN_END):
+            if self._tokenizer.token_to_id(token) is None:
+                raise DataError(f"{where}: chat messages are written as ChatML, but {self._name} has no token {token}; "
+                                "give `text`, or `input_ids` with `labels`, made with the chat template of your model")
+        text = ""
+        spans: list[tuple[int, int]] = []
+        for message in messages:
+            text += f"{TURN_START}{message.role}\n"
+            start = len(text)
+            text += message.content + TURN_END
+            if message.role == "assistant":
+                spans.append((start, len(text)))
+            text += "\n"
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = np.array(encoding.ids, dtype=np.int64)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        said = np.zeros(len(tokens), dtype=bool)
+        for start, stop in spans:
+            # A token that also covers the border before the words is predicted from the role alone: it counts.
+            said |= (offsets[:, 1] > start) & (offsets[:, 1] <= stop)
+        return Document(tokens, np.where(said, tokens, IGNORED))
+
+    def _end_token(self, config: Path) -> int | None:
+        names: list[Any] = list(END_NAMES)
+        if config.is_file():
+            try:
+                named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            except (ValueError, AttributeError) as error:
+                raise DataError(f"{config}: not a JSON object ({error}); it stands beside the tokenizer: repair it or "
+                                "remove it") from error
+            names.insert(0, named.get("content") if isinstance(named, dict) else named)
+        known = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
+        return next((number for number in known if number is not None), None)
+
+
+def _load(file: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingPackageError(f"{file}: needs the package `tokenizers`: pip install tokenizers") from error
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON ({error}); data.tokenizer must be a tokenizer.json") from error
+    if not isinstance(content, dict) or "model" not in content:
+        raise DataError(f"{file}: not a tokenizer.json (it has no `model`)")
+    with _NamedErrors(file, f"`tokenizers` {tokenizers.__version__}"):
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    # Padding and truncation may be stored in the file; packing needs documents as they are.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+class _NamedErrors:
+    """Name the file in errors of the package, which are of the bare class Exception (subclasses pass untouched)."""
+
+    def __init__(self, file: Path, package: str) -> None:
+        self._text = f"{file}: not a tokenizer.json that {package} reads"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if kind is Exception:
+            raise DataError(f"{self._text} ({error})") from error

@@ -1,0 +1,142 @@
+"""The stream of packs of a run, which can be stopped and continued between any two packs.
+
+All state is integers: epoch and position of the next document in the order of that epoch, and for each waiting document
+its index and part. So a checkpoint is small, and continuing tokenizes at most the window again.
+
+The window is not emptied between epochs: a pack may hold the last documents of one and the first of the next.
+"""
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity, CapacitySet
+from packgraph.packing.document import Document
+from packgraph.packing.overlong import fitting_parts
+from packgraph.packing.report import PackReport
+from packgraph.packing.window import Window
+from packgraph.train.data.config import DataConfig
+from packgraph.train.data.errors import DataError
+from packgraph.train.data.source import DocumentSource
+from packgraph.train.data.tokenizer import Tokenizer
+
+VERSION = 1
+
+
+class Microbatches:
+    """Iterator of packs on the host. report: counts of packing. empty_documents: texts without a token, left out."""
+
+    def __init__(self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer,
+                 capacities: Iterable[Capacity]) -> None:
+        """Raises ValueError for bad capacities, DataError for an empty source."""
+        if not len(source):
+            raise DataError("the source has no documents")
+        self._config, self._source, self._tokenizer = config, source, tokenizer
+        self._capacities = CapacitySet(capacities)
+        self.report = PackReport()
+        self.empty_documents = 0
+        self._window: Window[tuple[int, int]] = Window(self._capacities, self.report)
+        self._epoch = 0
+        self._position = 0
+        self._usable_in_epoch = 0
+        self._order = self._order_of(0)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return self
+
+    def __next__(self) -> PackedBatch:
+        """The next pack. Raises DataError for a document that cannot be used; the epoch's end is no error."""
+        while len(self._window) < self._config.window and self._add_next():
+            pass
+        if not len(self._window):
+            raise StopIteration
+        return self._window.take()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, JSON-able, to be taken between two packs."""
+        return {
+            "version": VERSION, "identity": self._identity(), "epoch": self._epoch, "position": self._position,
+            "usable_in_epoch": self._usable_in_epoch, "waiting": [list(tag) for tag in self._window.tags()],
+            "report": self.report.state_dict(), "empty_documents": self.empty_documents,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Raises DataError when this stream is not the same, naming what differs."""
+        if state.get("version") != VERSION:
+            raise DataError(f"the data position was written in version {state.get('version')!r} of its format, this "
+                            f"program reads version {VERSION}")
+        differences = [
+            f"{name} was {state['identity'].get(name)!r}, is {value!r}"
+            for name, value in self._identity().items() if state["identity"].get(name) != value
+        ]
+        if differences:
+            raise DataError("the run cannot go on with other data than before: " + "; ".join(differences))
+        # Encoding and cutting count in the report, so the counts of the state come last.
+        self._window = Window(self._capacities, self.report)
+        parts: dict[int, list[Document]] = {}
+        for index, part in state["waiting"]:
+            if index not in parts:
+                parts[index] = self._parts(index)
+            self._window.add(parts[index][part], (index, part))
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._usable_in_epoch = state["usable_in_epoch"]
+        self._order = self._order_of(self._epoch)
+        self.report.load_state_dict(state["report"])
+        self.empty_documents = state["empty_documents"]
+
+    def _add_next(self) -> bool:
+        """Let the parts of the next document wait; False when all epochs are over."""
+        if self._position == len(self._order):
+            if not self._usable_in_epoch:
+                raise DataError(
+                    f"none of the {len(self._order)} documents can be used: {self.empty_documents} are empty, "
+                    f"{self.report.dropped_documents} were dropped as longer than {self._capacities.longest} tokens; "
+                    "use a larger capacity or data.overlong = split")
+            self._epoch, self._position, self._usable_in_epoch = self._epoch + 1, 0, 0
+            if not self._over():
+                self._order = self._order_of(self._epoch)
+        if self._over():
+            return False
+        index = int(self._order[self._position])
+        for part, document in enumerate(self._parts(index)):
+            self._window.add(document, (index, part))
+            self._usable_in_epoch += 1
+        self._position += 1
+        return True
+
+    def _over(self) -> bool:
+        return self._config.epochs is not None and self._epoch >= self._config.epochs
+
+    def _parts(self, index: int) -> list[Document]:
+        """What document `index` of the source puts into the window."""
+        document = self._source[index]
+        encoded = self._tokenizer.encode(document)
+        if not encoded:
+            self.empty_documents += 1
+        limit = self._capacities.longest
+        try:
+            return [part for whole in encoded
+                    for part in fitting_parts(whole, limit, self._config.overlong, self.report, document.where)]
+        except ValueError as error:
+            raise DataError(f"{error} (data.overlong)") from error
+
+    def _order_of(self, epoch: int) -> NDArray[np.int64]:
+        """Indices of all documents in the order of `epoch`."""
+        return np.random.default_rng([self._config.seed, epoch]).permutation(len(self._source))
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal for the stream to be the same."""
+        return {
+            "documents": len(self._source), "data fingerprint": self._source.fingerprint(),
+            "tokenizer": self._tokenizer.fingerprint, "data.seed": self._config.seed,
+            "data.window": self._config.window, "data.overlong": self._config.overlong,
+            "capacities": [[c.tokens, c.documents, c.bound] for c in self._capacities.sorted],
+        }
+
+
+def open_microbatches(config: DataConfig, documents: DocumentSource, tokenizer: Tokenizer,
+                      capacities: Iterable[Capacity]) -> Microbatches:
+    """The stream of packs of `documents` from its beginning. Raises ValueError and DataError."""
+    return Microbatches(config, documents, tokenizer, capacities)

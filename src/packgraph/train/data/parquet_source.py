@@ -1,0 +1,57 @@
+"""Parquet tables through Hugging Face `datasets`, which maps them from disk: only rows in use are in memory.
+
+Rows are those of JSONL: text, chat messages, or tokens with an optional `seq_lengths` column. Only
+`Dataset.from_parquet` is used: it reads local files and runs no code of the data set.
+"""
+import hashlib
+from typing import Any
+
+from packgraph.train.data.errors import DataError, MissingPackageError
+from packgraph.train.data.files import files_of
+from packgraph.train.data.source import SourceDocument, document_of_row
+
+INSTALL = "pip install 'packgraph[data]' (or: pip install datasets)"
+
+
+class ParquetSource:
+    """Documents from the rows of a .parquet file, or of all of them below a folder."""
+
+    def __init__(self, path: str, text_column: str, limit: int | None = None) -> None:
+        """limit: number of rows to use. Raises DataError; MissingPackageError without `datasets`."""
+        self._text_column = text_column
+        self._path = path
+        files = files_of(path, (".parquet",))
+        table = _load([str(file) for file in files], path)
+        self._table: Any = table if limit is None else table.select(range(min(limit, len(table))))
+        if not len(self):
+            raise DataError(f"{path}: no rows (data.path)")
+        self[0]
+        sizes = ",".join(f"{file.name}:{file.stat().st_size}" for file in files)
+        described = f"{sizes};{len(self)};{sorted(self._table.column_names)}"
+        self._fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> SourceDocument:
+        return document_of_row(self._table[index], f"{self._path}, row {index}", self._text_column)
+
+    def fingerprint(self) -> str:
+        """Hash of file names, sizes, number of rows and columns."""
+        return self._fingerprint
+
+
+def _load(files: list[str], path: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingPackageError(f"{path}: Parquet needs the package `datasets`: {INSTALL}") from error
+    import pyarrow
+
+    # One file is opened on its own first, so that a damaged one is named instead of buried in the loader's error.
+    for file in files:
+        try:
+            pyarrow.parquet.read_schema(file)
+        except pyarrow.ArrowInvalid as error:
+            raise DataError(f"{file}: not a Parquet file ({error})") from error
+    return datasets.Dataset.from_parquet(files)

@@ -1,0 +1,83 @@
+"""What a source of documents is: a finite list with access by index.
+
+Access by index is what makes a run resumable: the position of a run in its data is a handful of integers, whatever the
+source. Nothing is tokenized here.
+"""
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from packgraph.train.data.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat. role: one of ROLES."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class SourceDocument:
+    """One document before tokenization; exactly one of text, messages and row is not None.
+
+    where: place it came from, such as `file:line`, for messages. row: an already tokenized row (`input_ids`, and what
+    else `packgraph.pack` takes).
+    """
+
+    where: str
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    row: Mapping[str, Any] | None = None
+
+
+class DocumentSource(Protocol):
+    """A finite list of documents, the same each time it is opened."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> SourceDocument: ...
+
+    def fingerprint(self) -> str:
+        """Text that changes when the documents change; a checkpoint is resumed on the same data only."""
+        ...
+
+
+def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> SourceDocument:
+    """The document of one JSON object or table row. Raises DataError naming `where`."""
+    if row.get(text_column) is not None:
+        return SourceDocument(where, text=_text(row[text_column], f"{where}: `{text_column}`"))
+    if row.get("messages") is not None:
+        return SourceDocument(where, messages=_messages(row["messages"], where))
+    if row.get("input_ids") is not None:
+        return SourceDocument(where, row=row)
+    found = ", ".join(sorted(row)) or "nothing"
+    raise DataError(f"{where}: expected `{text_column}`, `messages` or `input_ids`, found {found}. Another column can "
+                    "be named by data.text_column")
+
+
+def _messages(messages: Any, where: str) -> tuple[Message, ...]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: `messages` must be a list of {{\"role\", \"content\"}} with at least one entry")
+    turns = []
+    for number, message in enumerate(messages):
+        name = f"{where}: message {number}"
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise DataError(f"{name} must be an object with `role` and `content`, got {str(message)[:80]!r}")
+        if message["role"] not in ROLES:
+            raise DataError(f"{name} has role {message['role']!r}; known roles: {', '.join(ROLES)}")
+        turns.append(Message(message["role"], _text(message["content"], f"{name}, content")))
+    return tuple(turns)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{name} must be a text, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name} is not valid Unicode ({error.reason} at character {error.start})") from error
+    return value
