@@ -170,7 +170,7 @@ def test_other_threads_may_use_the_device_during_a_capture():
 
     def pin():
         while not stop.is_set():
-            torch.randn(1000).pin_memory().to("cuda", non_blocking=True)
+            torch.ones(1000).pin_memory().to("cuda", non_blocking=True)
             torch.empty(1 << 21, device="cuda")
 
     thread = threading.Thread(target=pin)
@@ -212,12 +212,15 @@ def test_a_module_s_own_generator_is_registered():
 
 
 def test_close_frees_the_pools():
+    gc.collect()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graphed = graph(Toy(layers=2).cuda(), warmup=0)
     toy_loss(graphed(*toy_inputs(4096, "cuda"))).backward()
     assert graphed.stats.pool_bytes > 0
     graphed.close()
     torch.cuda.synchronize()
+    gc.collect()
     torch.cuda.empty_cache()
     assert graphed.stats.pool_bytes == 0
     assert torch.cuda.memory_reserved() - before < 64 << 20

@@ -55,8 +55,8 @@ class CudaStatic:
 class CudaGraph:
     """One captured graph."""
 
-    def __init__(self) -> None:
-        self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = graph
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -81,27 +81,47 @@ class CudaWindow:
 
     def capture(self, run: Callable[[], Result]) -> tuple[CudaGraph, Result]:
         """Capture the work that `run` launches; nothing executes."""
-        holder = CudaGraph()
-        graph = holder.graph
-        assert graph is not None
-        for generator in self.backend.extra_generators:
-            if generator.device.type == "cuda":
-                graph.register_generator_state(generator)
+        graph = self._new_graph()
         with torch.cuda.stream(self.backend.stream):
             graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
             ended = False
             try:
                 result = run()
-                ended = True
                 graph.capture_end()
+                ended = True
             finally:
                 if not ended:
-                    # The capture is void and its end reports that; the error that voided it is the one to show.
-                    with contextlib.suppress(RuntimeError):
-                        graph.capture_end()
+                    self._abandon(graph)
+        holder = CudaGraph(graph)
         self.graphs.append(holder)
         self._waiting.append(holder)
         return holder, result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that an error left open, so that the stream, allocator and generators are usable again.
+
+        When the driver has voided the capture, ending it fails too, and torch then skips the rest of its own end:
+        telling the allocator, and taking the generators out of capture mode. The first is said here; the second a
+        small capture that succeeds does on the way.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            index = self.backend.device.index
+            torch._C._cuda_endAllocateToPool(index, self.pool.handle)  # type: ignore[attr-defined]
+            torch._C._cuda_releasePool(index, self.pool.handle)  # type: ignore[attr-defined]
+            small = self._new_graph()
+            small.capture_begin(capture_error_mode="thread_local")
+            self.backend.spare.zero_()
+            small.capture_end()
+        graph.reset()
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.backend.extra_generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+        return graph
 
     def materialise(self) -> None:
         """Replay what was captured so far, in order, so that an eager stage can read its results."""
@@ -124,6 +144,7 @@ class CudaBackend:
     def __init__(self, device: torch.device, extra_generators: Sequence[torch.Generator] = ()) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
+        self.spare = torch.zeros(1, device=self.device)
         self.extra_generators = list(extra_generators)
 
     def new_pool(self) -> CudaPool:

@@ -21,7 +21,7 @@ from packgraph.graphs.parameters import Fingerprint, GradientBuffers, module_gen
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import refusal
 from packgraph.graphs.region import replay_region
-from packgraph.graphs.signature import Signature, signature, size_of, undeclared
+from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stages import State
@@ -136,11 +136,12 @@ class GraphedModule(torch.nn.Module):
         module's `slots`, or one. Changes no training state. Failures are treated as in a call.
         """
         self._check_fingerprint()
+        calls = [(signature(args, {}, self._backend.device_type), args) for args in samples]
+        calls.sort(key=lambda pair: pair[0].nbytes, reverse=True)
         tickets = self._slots.reserve(slots or self._slots.limit or 1)
         try:
             for ticket in tickets:
-                for args in sorted(samples, key=size_of, reverse=True):
-                    call = signature(args, {}, self._backend.device_type)
+                for call, args in calls:
                     if call.key not in self._failed and self._refusal is None:
                         self._try_variant(call, ticket.slot, args)
         finally:

@@ -83,7 +83,3 @@ def undeclared(args: tuple[Any, ...], kwargs: dict[str, Any], capacities: Sequen
         return fallback.UNKNOWN_SHAPE
     return None
 
-
-def size_of(args: tuple[Any, ...]) -> int:
-    """Tokens of the packed batches among `args`, to order builds largest first."""
-    return sum(batch.capacity.tokens for batch in _batches(args))

@@ -1,0 +1,406 @@
+"""Slots, fallbacks, failures and what they leave behind."""
+import gc
+import itertools
+import warnings
+
+import pytest
+import torch
+from graphkit import differences, make_toy, toy_inputs, toy_loss, train
+from torch import nn
+
+import packgraph
+from packgraph.graphs import build
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.recorder import RecorderWindow
+from packgraph.graphs.signature import signature
+
+PACK = packgraph.Capacity(tokens=8, documents=3)
+
+
+class Packed(nn.Module):
+    """Sums embedded tokens: the smallest module that takes a packed batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 4)
+
+    def forward(self, x, batch):
+        hidden = self.embedding(batch.tokens) * x
+        return torch.where(batch.padding_mask[:, None], 0.0, hidden).sum()
+
+
+def packed(lengths, capacity=PACK):
+    return packgraph.pack([list(range(n)) for n in lengths], [capacity])[0]
+
+
+def quiet(call, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackgraphWarning)
+        return call(*args)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("failing", range(1, 9))
+def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monkeypatch):
+    """R8: gradients, buffers, random state as before; training goes on eagerly; a later key can still be captured."""
+    count = itertools.count(1)
+    real = RecorderWindow.capture
+
+    def capture(self, run):
+        result = real(self, run)
+        if next(count) == failing:
+            raise RuntimeError("injected failure")
+        return result
+
+    options = {"steps": 5, "sizes": (8, 12), "in_flight": 2}
+    eager = train(make_toy(), **options)
+    monkeypatch.setattr(RecorderWindow, "capture", capture)
+    graphed = graph(make_toy(), granularity=granularity, warmup=1)
+    trace = quiet(lambda: train(graphed, **options))
+    assert differences(eager, trace) == []
+    if granularity == "layer" or failing <= 2:
+        assert graphed.stats.fallbacks["capture failed"] > 0
+    assert graphed._slots.in_flight() == 0
+
+
+def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
+    """Negative control of R7: without the undo a capture on the CPU would count buffers and gradients twice."""
+    eager = train(make_toy(), steps=4)
+    monkeypatch.setattr("packgraph.graphs.guard.Journal.restore", lambda self: self._saved.clear())
+    assert differences(eager, train(graph(make_toy(), warmup=1), steps=4)) != []
+
+
+def test_strict_raises_and_names_the_injected_error(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("injected failure")
+
+    monkeypatch.setattr(build, "_describe", fail)
+    with pytest.raises(CaptureError, match="injected failure"):
+        graph(make_toy(), warmup=0, strict=True)(*toy_inputs(8))
+
+
+def test_outputs_are_nan_between_capture_and_first_replay():
+    graphed = graph(nn.Linear(4, 4), warmup=0)
+    graphed.build([(torch.randn(3, 4),)])
+    variant = next(iter(graphed._slots.all[0].variants.values()))
+    assert variant.regions[0].outputs[0].static.tensor.isnan().all()
+    assert graphed(torch.randn(3, 4)).isfinite().all()
+
+
+def test_a_second_backward_through_a_region_is_an_error_not_a_wrong_number():
+    graphed = graph(make_toy(), warmup=0)
+    loss = toy_loss(graphed(*toy_inputs(8)))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_slots_return_when_a_loss_is_dropped_without_backward():
+    graphed = graph(make_toy(), warmup=0)
+    for _ in range(5):
+        graphed(*toy_inputs(8))
+    gc.collect()
+    assert len(graphed._slots.all) == 1 and graphed._slots.in_flight() == 0
+
+
+def test_slots_follow_the_microbatches_in_flight():
+    graphed = graph(make_toy(), warmup=0)
+    outs = [graphed(*toy_inputs(8)) for _ in range(4)]
+    assert len(graphed._slots.all) == 4
+    for out in reversed(outs):
+        toy_loss(out).backward()
+    assert graphed._slots.in_flight() == 0
+
+
+def test_too_few_slots_fall_back_and_stay_exact():
+    options = {"steps": 4, "in_flight": 4}
+    eager = train(make_toy(), **options)
+    graphed = graph(make_toy(), warmup=1, slots=2)
+    assert differences(eager, train(graphed, **options)) == []
+    assert graphed.stats.fallbacks["no free slot"] > 0
+    assert len(graphed._slots.all) == 2
+
+
+def test_releasing_a_slot_twice_is_an_error():
+    graphed = graph(make_toy(), warmup=0)
+    ticket = graphed._slots.acquire("key")
+    slot = ticket.slot
+    ticket.release()
+    with pytest.raises(RuntimeError, match="released twice"):
+        graphed._slots.release(slot)
+
+
+def test_fallbacks_are_counted_under_their_reason():
+    graphed = graph(Packed(), capacities=[PACK], warmup=1)
+    x = torch.ones(8, 4)
+    graphed(x, packed([3, 2])).backward()
+    for _ in range(3):
+        graphed(x, packed([3, 2, 1])).backward()
+    with packgraph.eager("comparing"):
+        graphed(x, packed([3])).backward()
+    with torch.no_grad():
+        graphed(x, packed([3]))
+    graphed.eval()
+    graphed(x, packed([3]))
+    graphed.train()
+    graphed(torch.ones(16, 4), packed([3], packgraph.Capacity(tokens=16, documents=3)))
+    graphed(x, packed([1] * 5, packgraph.Capacity(tokens=8, documents=5)))
+    assert dict(graphed.stats.fallbacks) == {
+        "warm-up": 1, "comparing": 1, "gradients are off": 1, "evaluation mode": 1, "capacity not declared": 1,
+        "more documents than any capacity": 1}
+    assert graphed.stats.replayed == 3 and graphed.stats.captured == 1
+    assert graphed.stats.capture_seconds > 0 and graphed.stats.pool_bytes > 0
+
+
+def test_unknown_shapes_fall_back_when_capacities_are_declared():
+    graphed = graph(nn.Linear(4, 4), capacities=[PACK], warmup=0)
+    graphed(torch.randn(5, 4))
+    graphed(torch.randn(8, 4))
+    assert dict(graphed.stats.fallbacks) == {"unknown shape": 1} and graphed.stats.replayed == 1
+
+
+def test_lengths_are_host_data_and_may_not_be_read_inside_a_region():
+    class ReadsLengths(Packed):
+        def forward(self, x, batch):
+            return super().forward(x, batch) * len(batch.lengths)
+
+    with pytest.raises(CaptureError, match="lengths"):
+        graph(ReadsLengths(), warmup=0, strict=True)(torch.ones(8, 4), packed([3, 2]))
+
+
+def test_new_lengths_need_no_new_capture():
+    eager, graphed = Packed(), graph(Packed(), warmup=0)
+    x = torch.ones(8, 4)
+    for lengths in ([8], [3, 2], [1, 1, 1], [4, 4], [2]):
+        assert torch.equal(graphed(x, packed(lengths)), eager(x, packed(lengths)))
+    assert graphed.stats.captured == 1 and graphed.stats.replayed == 5
+
+
+def test_python_numbers_are_part_of_the_key():
+    class Scaled(nn.Module):
+        def forward(self, x, factor, shift=None):
+            return x * factor if shift is None else x * factor + shift
+
+    graphed = graph(Scaled(), warmup=0)
+    x = torch.ones(3, requires_grad=True)
+    for factor in (2, 3, 2):
+        out = graphed(x, factor).sum()
+        out.backward()
+        assert out == 3 * factor
+    shifted = graphed(x, 2, shift=torch.ones(3)).sum()
+    assert shifted == 9 and graphed.stats.captured == 3
+
+
+def test_a_number_that_changes_every_call_does_not_capture_forever():
+    class Scaled(nn.Module):
+        def forward(self, x, factor):
+            return x * factor
+
+    graphed = graph(Scaled(), warmup=0)
+    x = torch.ones(3, requires_grad=True)
+    for step in range(100):
+        assert graphed(x, step)[0] == step
+    assert graphed.stats.captured == 64
+    assert graphed.stats.fallbacks["too many different call signatures"] == 36
+
+
+def test_a_replaced_parameter_storage_is_captured_again_and_named():
+    eager, graphed = make_toy(dropout=0.0), graph(make_toy(dropout=0.0), warmup=0)
+    pair = toy_inputs(8)
+    toy_loss(graphed(*pair)).backward()
+    for model in (eager, graphed):
+        model.attention[1].weight.data = model.attention[1].weight.data.clone() * 2
+    with pytest.warns(PackgraphWarning, match=r"attention\.1\.weight"):
+        out = graphed(*pair)
+    assert torch.equal(out["loss"], eager(*pair)["loss"])
+    assert graphed.stats.recaptures["module changed"] == 1
+
+
+def test_a_replaced_parameter_storage_raises_in_strict_mode_with_the_users_line():
+    graphed = graph(nn.Linear(4, 4), warmup=0, strict=True)
+    graphed(torch.randn(2, 4))
+    graphed.weight.data = graphed.weight.data.clone()
+    with pytest.raises(CaptureError, match="storage of 'weight' was replaced") as caught:
+        graphed(torch.randn(2, 4))
+    assert __file__ in caught.value.where
+
+
+def test_freezing_a_parameter_later_is_noticed():
+    graphed = graph(make_toy(dropout=0.0), warmup=0)
+    toy_loss(graphed(*toy_inputs(8))).backward()
+    graphed.zero_grad()
+    graphed.attention[0].weight.requires_grad_(False)
+    quiet(lambda: toy_loss(graphed(*toy_inputs(8))).backward())
+    assert graphed.attention[0].weight.grad is None
+    assert graphed.attention[1].weight.grad is not None
+
+
+def test_module_hooks_are_refused_with_the_way_out():
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="forward hooks"):
+        graph(module, strict=True)
+    with pytest.warns(PackgraphWarning, match="forward hooks"):
+        graphed = graph(module, warmup=0)
+    graphed(torch.randn(2, 2))
+    assert dict(graphed.stats.fallbacks) == {"module hooks": 1}
+
+
+def test_module_hooks_added_after_capture_are_noticed():
+    graphed = graph(nn.Sequential(nn.Linear(2, 2)), warmup=0)
+    graphed(torch.randn(2, 2))
+    seen = []
+    graphed.module[0].register_forward_hook(lambda *_: seen.append(1))
+    with pytest.warns(PackgraphWarning, match="forward hooks"):
+        graphed(torch.randn(2, 2))
+    assert seen == [1]
+
+
+def test_distributed_data_parallel_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(CaptureError, match="DistributedDataParallel"):
+            graph(wrapped, strict=True)
+        graphed = graph(nn.Linear(2, 2), warmup=0)
+        outer = nn.parallel.DistributedDataParallel(graphed)
+        with pytest.warns(PackgraphWarning, match="DistributedDataParallel"):
+            outer(torch.randn(2, 2)).sum().backward()
+        assert graphed.weight.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fully_sharded_modules_are_refused(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(CaptureError, match="FSDPModule"):
+            graph(fully_shard(nn.Linear(2, 2)), strict=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_output_that_warm_up_never_used_cannot_get_a_gradient_later():
+    graphed = graph(make_toy(), warmup=1)
+    graphed(*toy_inputs(8))["loss"].backward()
+    with pytest.raises(RuntimeError, match="no warm-up step used it"):
+        out = graphed(*toy_inputs(8))
+        (out["loss"] + out["aux"]).backward()
+
+
+def test_an_output_left_out_of_one_loss_gets_a_zero_gradient():
+    eager, graphed = make_toy(dropout=0.0), graph(make_toy(dropout=0.0), warmup=0)
+    pair = toy_inputs(8)
+    for model in (eager, graphed):
+        toy_loss(model(*pair)).backward()
+        model(*pair)["loss"].backward()
+    for (name, a), b in zip(eager.named_parameters(), graphed.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
+def test_variants_share_the_slots_pool_largest_not_sum():
+    graphed = graph(make_toy(), warmup=0)
+    sizes = []
+    for tokens in (64, 32, 16, 8):
+        toy_loss(graphed(*toy_inputs(tokens))).backward()
+        sizes.append(graphed.stats.pool_bytes)
+    assert len(set(sizes)) == 1
+    assert len(graphed._slots.all[0].variants) == 4
+
+
+def test_a_larger_variant_takes_the_slot_and_the_smaller_is_captured_again():
+    graphed = graph(make_toy(), warmup=0)
+    for tokens in (8, 64, 8, 64, 8):
+        toy_loss(graphed(*toy_inputs(tokens))).backward()
+    assert graphed.stats.captured == 3
+    assert graphed.stats.recaptures["a larger variant took the slot"] == 1
+
+
+def test_a_declared_bank_is_built_without_touching_training_state():
+    graphed, eager = graph(make_toy(), warmup=0, slots=2), make_toy()
+    torch.manual_seed(7)
+    toy_inputs(8)
+    before = [p.clone() for p in graphed.parameters()] + [b.clone() for b in graphed.buffers()] + [torch.get_rng_state()]
+    samples = [toy_inputs(n) for n in (6, 12, 8)]
+    state = torch.get_rng_state()
+    graphed.build(samples)
+    after = [*graphed.parameters(), *graphed.buffers()]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
+    assert all(p.grad is None for p in graphed.parameters())
+    assert graphed.stats.captured == 6
+    assert differences(train(eager, steps=4, in_flight=2), train(graphed, steps=4, in_flight=2)) == []
+    assert graphed.stats.captured == 6 and not graphed.stats.fallbacks
+
+
+def test_close_frees_everything_and_later_calls_are_eager():
+    graphed = graph(make_toy(), warmup=0)
+    toy_loss(graphed(*toy_inputs(8))).backward()
+    graphed.close()
+    assert graphed.stats.pool_bytes == 0
+    toy_loss(graphed(*toy_inputs(8))).backward()
+    assert dict(graphed.stats.fallbacks) == {"closed": 1}
+
+
+def test_two_graphed_modules_live_side_by_side():
+    first, second = graph(make_toy(), warmup=0), graph(make_toy(layers=1), warmup=0)
+    for _ in range(3):
+        a, b = first(*toy_inputs(8)), second(*toy_inputs(8))
+        toy_loss(a).backward()
+        toy_loss(b).backward()
+    first.close()
+    toy_loss(second(*toy_inputs(8))).backward()
+    assert second.stats.replayed == 4
+
+
+def test_evaluation_between_capture_and_replay_changes_nothing():
+    def loop(model):
+        torch.manual_seed(0)
+        results = []
+        for _ in range(4):
+            out = model(*toy_inputs(8))
+            model.eval()
+            with torch.no_grad():
+                results.append(model(*toy_inputs(12))["loss"])
+            model.train()
+            toy_loss(out).backward()
+        return results + [p.grad.clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(loop(make_toy()), loop(graph(make_toy(), warmup=0)), strict=True))
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"backend": "cuda"}, "needs a module on a CUDA device"),
+    ({"backend": "metal"}, "unknown backend"),
+    ({"warmup": -1}, "warmup"),
+    ({"slots": 0}, "slots"),
+    ({"granularity": "step"}, "use 'chunk'"),
+    ({"granularity": "block", "scope": ["atn", "moe", "moe_router"]}, r"(?s)unknown granularity.*did you mean 'attn'.*"
+     r"names 'moe_router'.*'moe' already means"),
+    ({"scope": "attn"}, "collection of stage names"),
+    ({"scope": []}, "scope is empty"),
+    ({"scope": ["moe_preprocess"]}, "needs 'moe_router'"),
+])
+def test_illegal_options_say_all_that_is_wrong(options, match):
+    with pytest.raises(ValueError, match=match):
+        graph(make_toy(), **options)
+
+
+def test_eager_needs_a_reason():
+    with pytest.raises(ValueError, match="reason"), packgraph.eager(""):
+        pass
+
+
+def test_the_key_ignores_values_but_not_shapes():
+    a, b, c = (signature((torch.full((n,), float(v)), {"x": torch.ones(2)}), {"k": 1}, "cpu").key
+               for n, v in ((3, 0), (3, 1), (4, 0)))
+    assert a == b and hash(a) == hash(b) and a != c
+
+
+def test_public_names():
+    assert set(packgraph.__all__) == {"Capacity", "PackedBatch", "pack", "graph", "eager", "CaptureError"}
+    assert issubclass(CaptureError, RuntimeError)
