@@ -1,0 +1,77 @@
+# `make train` and `make test` do all the set-up they need in .venv: pinned packages, torch where none is there, packgraph.
+# PACKGRAPH_PYTHON=python3 make train uses that interpreter as it is: installs nothing, needs no network.
+# ARGS are passed on: make train ARGS="--run.steps 50"
+
+BASE_PYTHON ?= python3
+ARGS ?=
+.DEFAULT_GOAL := help
+.PHONY: help setup train verify test test-fast lint check-python
+
+ifdef PACKGRAPH_PYTHON
+PYTHON := $(PACKGRAPH_PYTHON)
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+RUN_READY := check-python
+DEV_READY := check-python
+else
+PYTHON := .venv/bin/python
+RUN_READY := .venv/.ready-run
+DEV_READY := .venv/.ready-dev
+endif
+
+# As many test workers as there are cores for this process, four at most; none without pytest-xdist.
+WORKERS = $$($(PYTHON) -c 'import importlib.util as u, os; \
+	n = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1); \
+	print(f"-n {n}" if n > 1 and u.find_spec("xdist") else "")')
+# Stops with a clear text where a tool is missing: $(call need,module)
+need = @$(PYTHON) -c 'import importlib.util as u, sys; u.find_spec("$(1)") or sys.exit( \
+	"make $@: $(PYTHON) has no $(1). Install it there, or leave PACKGRAPH_PYTHON out to use .venv")'
+
+help:
+	@echo "make train      train the preset qwen3-tiny on the source code of Python's library, through captured graphs"
+	@echo "make verify     compare eager and graph training, bit by bit"
+	@echo "make test       all tests          make test-fast  without the slow ones"
+	@echo "make lint       ruff and mypy      make setup      only the set-up"
+
+setup: $(DEV_READY)
+
+train: $(RUN_READY)
+	$(PYTHON) -m packgraph.cli train qwen3-tiny $(ARGS)
+
+verify: $(RUN_READY)
+	$(PYTHON) -m packgraph.cli verify $(ARGS)
+
+# Tests on the GPU run one after another in one process: they measure memory and share one device.
+test: $(DEV_READY)
+	$(call need,pytest)
+	$(PYTHON) -m pytest tests -m "not gpu" $(WORKERS) $(ARGS)
+	$(PYTHON) -m pytest tests/gpu -m gpu -rs $(ARGS)
+
+test-fast: $(DEV_READY)
+	$(call need,pytest)
+	$(PYTHON) -m pytest tests -m "not gpu and not slow" $(WORKERS) $(ARGS)
+
+lint: $(DEV_READY)
+	$(call need,ruff)
+	$(call need,mypy)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+check-python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+		"packgraph needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0])'
+	@$(PYTHON) -c 'import importlib.util as u, sys; u.find_spec("torch") or sys.exit( \
+		"$(PYTHON) has no torch; leave PACKGRAPH_PYTHON out, and make installs everything in .venv")'
+
+.venv/.ready-run: requirements/run.txt requirements/torch.txt pyproject.toml
+	@$(BASE_PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit( \
+		"packgraph needs Python 3.11 to 3.13, $(BASE_PYTHON) is " + sys.version.split()[0] + \
+		"; name another one: make setup BASE_PYTHON=python3.12")'
+	$(BASE_PYTHON) -m venv .venv
+	$(PYTHON) -m pip install -r requirements/run.txt
+	$(PYTHON) -c 'import torch' 2>/dev/null || $(PYTHON) -m pip install -r requirements/torch.txt
+	$(PYTHON) -m pip install --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready-run requirements/dev.txt
+	$(PYTHON) -m pip install -r requirements/dev.txt
+	@touch $@

@@ -1,0 +1,33 @@
+"""Every test starts from the same seeds and uses one torch thread, so that test workers do not fight for the cores."""
+import importlib.util
+import random
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("hypothesis") is not None:
+    import hypothesis
+
+    # No deadline: how long an example takes depends on what else the machine does.
+    hypothesis.settings.register_profile("packgraph", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("packgraph")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def same_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,125 @@
+"""The rules of the house that a machine can check: sizes, direction of imports, no broad except, few public names."""
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "packgraph"
+FILES = sorted(path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+RANKS = {"packing": 0, "plan": 0, "ops": 1, "graphs": 1, "models": 2, "diagnose": 3, "train": 3, "cli": 4}
+SIDEWAYS = {("diagnose", "train")}
+MOST_LINES, MOST_FUNCTION_LINES, MOST_NAMES = 400, 60, 12
+BROAD = ("Exception", "BaseException")
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def place(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+
+
+def imported_names(tree: ast.AST) -> list[tuple[ast.AST, str]]:
+    """Every import in a module, wherever it stands, as dotted names."""
+    found: list[tuple[ast.AST, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}; name the package"
+            found += [(node, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def test_files_are_short():
+    long = [f"{path.relative_to(ROOT)}: {count} lines" for path in FILES
+            if (count := len(path.read_text(encoding="utf-8").splitlines())) > MOST_LINES]
+    assert not long
+
+
+def test_functions_are_short():
+    long = [
+        f"{place(path, node)} {node.name}: {(node.end_lineno or 0) - node.lineno + 1} lines"
+        for path in FILES for node in ast.walk(parse(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def test_every_room_has_a_rank():
+    rooms = {room_of(path) for path in SOURCE.rglob("*.py")} - {"__init__"}
+    assert rooms <= set(RANKS), "say in docs/design.md and here where the new room stands"
+
+
+def test_imports_run_downward():
+    upward = []
+    for path in SOURCE.rglob("*.py"):
+        room = room_of(path)
+        if room == "__init__":
+            continue
+        for node, name in imported_names(parse(path)):
+            parts = name.split(".")
+            if parts[0] != "packgraph" or len(parts) < 2 or parts[1] in (room, "__init__"):
+                continue
+            other = parts[1]
+            assert other in RANKS, f"{place(path, node)} imports {name}: import it from its room, not from the top"
+            if RANKS[other] >= RANKS[room] and (room, other) not in SIDEWAYS:
+                upward.append(f"{place(path, node)}: {room} imports {other}")
+    assert not upward
+
+
+def test_plans_never_touch_a_device():
+    touching = []
+    for path in (SOURCE / "plan").rglob("*.py"):
+        tree = parse(path)
+        touching += [place(path, node) for node, name in imported_names(tree) if name.startswith("torch.cuda")]
+        touching += [
+            place(path, node) for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+        ]
+    assert not touching
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Whether it catches everything and goes on; cleaning up and raising again is allowed."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    last = handler.body[-1]
+    raises_again = isinstance(last, ast.Raise) and last.exc is None
+    return not raises_again and any(kind is None or ast.unparse(kind) in BROAD for kind in kinds)
+
+
+def test_no_broad_except():
+    broad = [place(path, node) for path in FILES for node in ast.walk(parse(path))
+             if isinstance(node, ast.ExceptHandler) and is_broad(node)]
+    assert not broad
+
+
+@pytest.mark.parametrize(("text", "broad"), [
+    ("except Exception: pass", True), ("except: pass", True), ("except (ValueError, Exception): pass", True),
+    ("except ValueError: pass", False), ("except BaseException:\n    x = 1\n    raise", False)])
+def test_broad_except_is_recognized(text, broad):
+    (handler,) = ast.parse(f"try:\n    pass\n{text}").body[0].handlers
+    assert is_broad(handler) == broad
+
+
+def test_public_names_are_few():
+    tree = parse(SOURCE / "__init__.py")
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    public = {alias.asname or alias.name for node in imports for alias in node.names}
+    public |= {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    public = {name for name in public if not name.startswith("_")}
+    assert {"Capacity", "PackedBatch", "pack", "graph", "eager", "CaptureError"} <= public
+    assert len(public) <= MOST_NAMES
+
+
+def test_modules_say_what_they_are_for():
+    silent = [str(path.relative_to(ROOT)) for path in SOURCE.rglob("*.py")
+              if parse(path).body and not ast.get_docstring(parse(path))]
+    assert not silent
