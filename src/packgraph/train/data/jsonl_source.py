@@ -56,12 +56,14 @@ class JsonLinesSource:
     def _parse(self, content: bytes, where: str) -> SourceDocument:
         try:
             # utf-8-sig: some editors begin a file with a byte order mark.
-            row: Any = json.loads(content.decode("utf-8-sig"))
+            row: Any = json.loads(content.decode("utf-8-sig").rstrip())
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: not UTF-8 (byte {error.start}: {error.reason})") from error
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}; every line must be one JSON "
                             'object, such as {"text": "..."}') from error
+        except RecursionError as error:
+            raise DataError(f"{where}: nested too deeply for a document") from error
         if not isinstance(row, dict):
             raise DataError(f'{where}: expected a JSON object such as {{"text": "..."}}, got {type(row).__name__}')
         return document_of_row(row, where, self._text_column)

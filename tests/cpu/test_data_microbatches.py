@@ -1,0 +1,133 @@
+"""The stream of packs of a run: every document once an epoch, the same packs after a stop, and clear ends."""
+import itertools
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from packgraph.packing.capacity import Capacity
+from packgraph.train.data import DataConfig, DataError, SourceDocument, build_tokenizer, open_microbatches
+
+CAPACITIES = [Capacity(64, 6), Capacity(128, 12), Capacity(128, 40)]
+
+
+class Texts:
+    """A source of texts in memory."""
+
+    def __init__(self, texts):
+        self.texts = list(texts)
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, index):
+        return SourceDocument(f"text {index}", text=self.texts[index])
+
+    def fingerprint(self):
+        return str(hash(tuple(self.texts)))
+
+
+WORDS = Texts(chr(97 + number % 26) * (1 + number * 37 % 200) for number in range(60))
+
+
+def opened(config, source=WORDS, capacities=CAPACITIES):
+    return open_microbatches(config, source, build_tokenizer(config), capacities)
+
+
+def documents_of(packs):
+    for pack in packs:
+        for start, stop in itertools.pairwise(pack.cu_seqlens.tolist()):
+            if stop > start:
+                yield tuple(pack.tokens[start:stop].tolist())
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("window", [1, 16, 500])
+def test_every_document_comes_once_an_epoch(epochs, window):
+    stream = opened(DataConfig(overlong="split", window=window, epochs=epochs))
+    found = Counter(documents_of(stream))
+    tokenizer = build_tokenizer(DataConfig())
+    wanted = Counter()
+    for index in range(len(WORDS)):
+        (document,) = tokenizer.encode(WORDS[index])
+        wanted.update(tuple(document.tokens[start : start + 128].tolist()) for start in range(0, len(document), 128))
+    assert found == Counter({document: count * epochs for document, count in wanted.items()})
+    assert stream.report.documents == sum(found.values())
+    assert next(stream, None) is None
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 25, 61])
+@pytest.mark.parametrize("window", [3, 40, 100])
+def test_a_resumed_stream_goes_on_as_if_never_stopped(stop, window):
+    config = DataConfig(overlong="split", window=window, epochs=3)
+    whole = opened(config)
+    wanted = list(whole)
+    first = opened(config)
+    for _ in range(stop):
+        next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    resumed = opened(config)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    rest = list(resumed)
+    assert len(rest) == len(wanted) - stop
+    for pack, expected in zip(rest, wanted[stop:]):
+        assert pack.capacity == expected.capacity
+        assert torch.equal(pack.data, expected.data)
+    assert resumed.report == whole.report
+
+
+def test_orders_differ_between_epochs_and_seeds_and_are_fixed():
+    def first_documents(seed, skip=0):
+        stream = opened(DataConfig(window=1, overlong="drop", seed=seed))
+        return list(itertools.islice(documents_of(stream), skip, skip + 20))
+
+    assert first_documents(0) == first_documents(0)
+    assert first_documents(0) != first_documents(1)
+    used = sum(len(text) + 2 <= 128 for text in WORDS.texts)
+    assert first_documents(0) != first_documents(0, skip=used)
+
+
+def test_the_stream_is_endless_by_default():
+    packs = list(itertools.islice(opened(DataConfig(overlong="split")), 300))
+    assert len(packs) == 300
+    assert sum(pack.num_documents for pack in packs) > 5 * len(WORDS)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({"seed": 1}, "data.seed was 0, is 1"), ({"window": 9}, "data.window was 256, is 9"),
+    ({"overlong": "drop"}, "data.overlong was 'split', is 'drop'")])
+def test_a_state_of_another_run_is_refused(change, text):
+    state = opened(DataConfig(overlong="split")).state_dict()
+    with pytest.raises(DataError, match=text):
+        opened(DataConfig(**{"overlong": "split", **change})).load_state_dict(state)
+
+
+def test_a_state_of_other_data_capacities_or_format_is_refused():
+    config = DataConfig(overlong="split")
+    state = opened(config).state_dict()
+    with pytest.raises(DataError, match="documents was 60, is 1; data fingerprint was"):
+        opened(config, Texts(["other"])).load_state_dict(state)
+    with pytest.raises(DataError, match="capacities was"):
+        opened(config, capacities=CAPACITIES[:1]).load_state_dict(state)
+    with pytest.raises(DataError, match="version 7"):
+        opened(config).load_state_dict({**state, "version": 7})
+
+
+def test_overlong_documents_are_named():
+    with pytest.raises(DataError, match=r"text 0 has 302 tokens.*of 128.*\(data\.overlong\)"):
+        next(opened(DataConfig(), Texts(["x" * 300])))
+
+
+def test_empty_documents_are_left_out_and_counted():
+    stream = opened(DataConfig(epochs=1), Texts(["", "a", ""]))
+    assert [pack.lengths for pack in stream] == [(3,)]
+    assert stream.empty_documents == 2
+
+
+def test_data_that_leave_nothing_end_with_an_error_not_in_a_loop():
+    with pytest.raises(DataError, match="none of the 2 documents can be used: 1 are empty, 1 were dropped"):
+        next(opened(DataConfig(overlong="drop"), Texts(["", "x" * 500])))
+    with pytest.raises(DataError, match="no documents"):
+        opened(DataConfig(), Texts([]))

@@ -1,0 +1,198 @@
+"""Sources of documents: what they read, and how they refuse what cannot be trained on."""
+import json
+import sys
+
+import pytest
+
+from packgraph.train.data import DataConfig, DataError, MissingPackageError, open_documents
+from packgraph.train.data.stdlib_source import StandardLibrarySource
+
+MODULE = '''"""What the module is for, in a line that is long enough."""
+import os
+
+CONSTANT = "a statement of the module that is kept"
+
+
+@os.decorated
+def function(argument):
+    """Words."""
+    def nested():
+        return argument
+    return nested
+
+
+class Holder:
+    """Says what instances are, in a line that is long enough."""
+
+    field = 1
+
+    async def method(self):
+        """A method that is a document of its own, by its length."""
+        return self.field
+'''
+
+
+def write_lines(path, rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def jsonl(path, **options):
+    return open_documents(DataConfig(source="jsonl", path=str(path), **options))
+
+
+def texts(source):
+    return [source[index].text for index in range(len(source))]
+
+
+def test_the_standard_library_gives_thousands_of_documents_in_a_fixed_order():
+    first, second = (open_documents(DataConfig(max_documents_loaded=1500)) for _ in range(2))
+    assert len(first) == 1500
+    assert texts(first) == texts(second)
+    assert first.fingerprint() == second.fingerprint()
+    lengths = sorted(map(len, texts(first)))
+    assert lengths[-1] > 20 * lengths[len(lengths) // 2]
+    assert not any("site-packages" in first[index].where or "/test/" in first[index].where for index in range(1500))
+
+
+def test_a_module_is_cut_into_functions_classes_and_the_rest(tmp_path):
+    (tmp_path / "module.py").write_text(MODULE)
+    source = StandardLibrarySource(folder=tmp_path)
+    found = {source[index].where: source[index].text for index in range(len(source))}
+    assert set(found) == {"module.py:1", "module.py:7", "module.py:15", "module.py:20"}
+    assert found["module.py:1"].endswith('CONSTANT = "a statement of the module that is kept"')
+    assert found["module.py:7"].startswith("@os.decorated\ndef function")
+    assert "def nested" in found["module.py:7"]
+    assert found["module.py:15"].endswith("field = 1")
+    assert found["module.py:20"].startswith("async def method(self):\n    ")
+
+    def lines_of(texts):
+        return sorted(line.strip() for text in texts for line in text.splitlines() if line.strip())
+
+    assert lines_of(found.values()) == lines_of([MODULE])
+
+
+def test_unparsable_modules_are_counted_and_tests_left_out(tmp_path):
+    (tmp_path / "good.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("def broken(:\n")
+    (tmp_path / "latin.py").write_bytes(b"# \xe4\n" + b"x = 1\n" * 20)
+    (tmp_path / "nulls.py").write_bytes(b"x = 1\0")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_x.py").write_text(MODULE)
+    source = StandardLibrarySource(folder=tmp_path)
+    assert source.unparsable == 3
+    assert len(source) == 4
+
+
+def test_a_library_without_source_says_what_else_to_use(tmp_path):
+    with pytest.raises(DataError, match=r"data\.source = jsonl or text"):
+        StandardLibrarySource(folder=tmp_path)
+
+
+def test_jsonl_gives_text_messages_and_rows(tmp_path):
+    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    path = write_lines(tmp_path / "data.jsonl", [
+        {"text": "first"}, "", {"messages": chat}, "   ", {"input_ids": [1, 2]}, {"text": "ümlaut"}])
+    source = jsonl(path)
+    assert len(source) == 4
+    assert source[3].text == "ümlaut"
+    assert source[0].where == f"{path}:1"
+    assert [message.role for message in source[1].messages] == ["user", "assistant"]
+    assert source[2].row == {"input_ids": [1, 2]}
+    assert len(jsonl(path, max_documents_loaded=2)) == 2
+
+
+def test_jsonl_of_a_folder_and_another_column(tmp_path):
+    write_lines(tmp_path / "b.jsonl", [{"content": "two"}])
+    write_lines(tmp_path / "a.jsonl", [{"content": "one"}])
+    (tmp_path / ".hidden.jsonl").write_text("no")
+    assert texts(jsonl(tmp_path, text_column="content")) == ["one", "two"]
+
+
+def test_the_fingerprint_follows_the_content(tmp_path):
+    prints = {jsonl(write_lines(tmp_path / "x.jsonl", [{"text": text}])).fingerprint() for text in ("a", "b", "a")}
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize(("line", "text"), [
+    ('{"text": "cut of', "not JSON: Unterminated string.*at column 10"),
+    ("[" * 100_000, "nested too deeply"),
+    ('["text"]', "expected a JSON object.*got list"),
+    ('{"words": "x", "id": 1}', "expected `text`, `messages` or `input_ids`, found id, words.*data.text_column"),
+    ('{"text": 3}', "`text` must be a text, got int"),
+    ('{"text": "\\ud800"}', "not valid Unicode"),
+    ('{"messages": []}', "at least one entry"),
+    ('{"messages": ["hi"]}', "message 0 must be an object with `role` and `content`"),
+    ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot'; known roles: system, user, assistant, tool"),
+    ('{"messages": [{"role": "user", "content": null}]}', "message 0, content must be a text"),
+])
+def test_malformed_lines_are_named_when_the_source_is_opened(tmp_path, line, text):
+    path = write_lines(tmp_path / "bad.jsonl", [{"text": "good"}, line])
+    with pytest.raises(DataError, match=rf"bad\.jsonl:2.*{text}"):
+        jsonl(path)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl:1: not UTF-8 \(byte 10"):
+        jsonl(tmp_path)
+
+
+def test_missing_and_empty_data_have_clear_errors(tmp_path):
+    with pytest.raises(DataError, match="no such file or folder"):
+        jsonl(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"no files ending in \.jsonl"):
+        jsonl(tmp_path)
+    with pytest.raises(DataError, match="no documents, only blank lines"):
+        jsonl(write_lines(tmp_path / "x.jsonl", ["", " "]))
+
+
+def test_a_folder_of_text_files(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("deep")
+    (tmp_path / "b.md").write_bytes(b"\xef\xbb\xbfmarked")
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "image.png").write_bytes(b"\xff")
+    source = open_documents(DataConfig(source="text", path=str(tmp_path)))
+    assert texts(source) == ["marked", "deep"]
+    (tmp_path / "bad.txt").write_bytes(b"ok \xff")
+    with pytest.raises(DataError, match=r"bad\.txt: not UTF-8 \(byte 3"):
+        open_documents(DataConfig(source="text", path=str(tmp_path)))
+
+
+def test_empty_text_files_have_a_clear_error(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="all text files are empty"):
+        open_documents(DataConfig(source="text", path=str(tmp_path)))
+
+
+def test_parquet_rows_are_read_through_datasets(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "x.parquet"
+    datasets.Dataset.from_dict({"text": ["one", "two", "three"]}).to_parquet(str(path))
+    source = open_documents(DataConfig(source="parquet", path=str(path), max_documents_loaded=2))
+    assert texts(source) == ["one", "two"]
+    assert source.fingerprint()
+    path.write_bytes(b"no table")
+    with pytest.raises(DataError, match=r"x\.parquet: not a Parquet file"):
+        open_documents(DataConfig(source="parquet", path=str(path)))
+
+
+def test_parquet_without_datasets_names_the_command(tmp_path, monkeypatch):
+    (tmp_path / "x.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingPackageError, match="pip install datasets"):
+        open_documents(DataConfig(source="parquet", path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"source": "jsonl"}, "source = jsonl needs a path"),
+    ({"path": "x"}, "source = stdlib reads none"),
+    ({"window": 0, "epochs": 0}, "window must be at least 1, got 0; epochs must be at least 1"),
+    ({"seed": -1}, "seed must not be negative"),
+])
+def test_a_senseless_configuration_is_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        DataConfig(**options)
