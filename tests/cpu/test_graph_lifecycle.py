@@ -287,9 +287,10 @@ def test_fully_sharded_modules_are_refused(tmp_path):
 def test_an_output_that_warm_up_never_used_cannot_get_a_gradient_later():
     graphed = graph(make_toy(), warmup=1)
     graphed(*toy_inputs(8))["loss"].backward()
+    out = graphed(*toy_inputs(8))
+    loss = out["loss"] + out["aux"]
     with pytest.raises(RuntimeError, match="no warm-up step used it"):
-        out = graphed(*toy_inputs(8))
-        (out["loss"] + out["aux"]).backward()
+        loss.backward()
 
 
 def test_an_output_left_out_of_one_loss_gets_a_zero_gradient():
@@ -324,13 +325,13 @@ def test_a_declared_bank_is_built_without_touching_training_state():
     graphed, eager = graph(make_toy(), warmup=0, slots=2), make_toy()
     torch.manual_seed(7)
     toy_inputs(8)
-    before = [p.clone() for p in graphed.parameters()] + [b.clone() for b in graphed.buffers()] + [torch.get_rng_state()]
+    before = [t.clone() for t in (*graphed.parameters(), *graphed.buffers())]
     samples = [toy_inputs(n) for n in (6, 12, 8)]
     state = torch.get_rng_state()
     graphed.build(samples)
     after = [*graphed.parameters(), *graphed.buffers()]
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is None for p in graphed.parameters())
     assert graphed.stats.captured == 6
     assert differences(train(eager, steps=4, in_flight=2), train(graphed, steps=4, in_flight=2)) == []
