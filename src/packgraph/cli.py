@@ -36,7 +36,7 @@ Train twice, eagerly and through captured graphs, and compare loss, gradients, p
 step, bit by bit. Without PRESET: a small model under all granularities, with and without dropout. Exit code 1 on a
 difference.
 
-  --steps N      optimizer steps to compare (default: 50 for a preset, 12 for each run without one)
+  --steps N      optimizer steps to compare (default: 50 for a preset, 30 for each run without one)
 
 Options are those of `packgraph train`."""
 
@@ -80,11 +80,12 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     """Run a command; turn what a user can cause into one block of text and an exit code."""
     from packgraph.train.checkpoint_reader import CheckpointError
     from packgraph.train.config import ConfigError
+    from packgraph.train.data import DataError
     from packgraph.train.trainer import NonFiniteLossError
 
     try:
         return int(command(words))
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, DataError, CheckpointError) as error:
         print(f"packgraph: error: {error}", file=sys.stderr)
         return USER_ERROR
     except NonFiniteLossError as error:
@@ -170,7 +171,7 @@ def _verify(words: list[str]) -> int:
     device = choose_device("auto" if config is None else config.run.device)
     use_deterministic_kernels(device)
     if config is None:
-        reports_as_done = default_matrix(device, own.steps or 12)
+        reports_as_done = default_matrix(device, own.steps or 30)
     else:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=own.steps or 50))
         reports_as_done = iter([verify(config.preset, config, iter(open_data(config, device)), device)])

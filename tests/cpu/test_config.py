@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packgraph.packing.capacity import Capacity
 
+from packgraph.packing.capacity import Capacity
 from packgraph.train.command_line import all_options, options_help, split_overrides
 from packgraph.train.config import ConfigError, Layer, differences, load_file, read_config, to_dict
 from packgraph.train.config_values import ValueProblem, convert, plain, render
@@ -20,7 +20,7 @@ class Inner:
     """An inner section.
 
     rate: how fast
-        it goes.
+        it goes. kind: which. cap: largest.
     """
 
     rate: float = 0.5
@@ -164,7 +164,7 @@ def test_rendered_text_reads_back(shape: Capacity, number: float, whole: int, fl
 def test_help_lists_every_option_with_default_and_help() -> None:
     text = options_help(Outer())
     assert all(option in text for option in all_options(Outer()))
-    assert "--inner.rate a number\n      how fast it goes. (default: 0.5)" in text
+    assert "--inner.rate a number\n      how fast it goes (default: 0.5)" in text
     assert "--inner.cap [a whole number or none]" in text
     assert "--inner.capacities TOKENSxDOCUMENTS[xLONGEST], ..." in text
 

@@ -8,12 +8,12 @@ import random
 from collections.abc import Iterator
 
 import torch
-from packgraph.packing.batch import PackedBatch
-from packgraph.packing.capacity import Capacity
-from packgraph.packing.pack import pack
 
 from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.models.dense import DenseConfig
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.pack import pack
 from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 
 VOCABULARY = 64
@@ -30,7 +30,7 @@ def tiny_config(granularity: str, dropout: float, steps: int) -> TrainConfig:
             head_dim=8, rope_theta=10_000.0, tie_embeddings=True, dropout=dropout),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         graph=GraphConfig(capacities=CAPACITIES, granularity="chunk" if granularity == "chunk" else "layer"),
-        run=RunConfig(steps=steps, device="auto"),
+        run=RunConfig(steps=steps, tokens_per_step=200),
     )
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from packgraph.packing.batch import PackedBatch
 from torch import Tensor
 
 from packgraph.diagnose.compare import Difference, first_difference
+from packgraph.packing.batch import PackedBatch
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig

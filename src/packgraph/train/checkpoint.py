@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, read_metadata_file
+from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
 
 FORMAT = "packgraph checkpoint 1"
 LATEST = "latest"
@@ -100,7 +100,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Raises CheckpointError listing all that does not fit, before anything was changed.
     """
-    stored = read_metadata_file(path / ".metadata").state_dict_metadata
+    stored = tensor_entries(path / ".metadata")
     problems = [f"{name} is missing" for name in tensors if name not in stored]
     problems += [f"{name} is not part of this run" for name in stored if name not in tensors]
     for name in tensors.keys() & stored.keys():

@@ -73,11 +73,17 @@ def read_metadata_file(path: Path) -> metadata.Metadata:
     except (EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError) as error:
         # What pickle documents that damaged bytes may raise besides UnpicklingError.
         raise CheckpointError(f"{path}: damaged or not a checkpoint's metadata ({error})") from error
-    _each_entry(found, path)
+    _check_entries(found, path)
     return found
 
 
-def _each_entry(found: Any, path: Path) -> None:
+def tensor_entries(path: Path) -> dict[str, metadata.TensorStorageMetadata]:
+    """Name → dtype and size of all tensors of a checkpoint, from its metadata file. Raises CheckpointError."""
+    entries = read_metadata_file(path).state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, metadata.TensorStorageMetadata)}
+
+
+def _check_entries(found: Any, path: Path) -> None:
     """Refuse metadata of a wrong shape, entries that are no tensors and files outside the folder."""
     checks: list[tuple[Callable[[], bool], str]] = [
         (lambda: isinstance(found, metadata.Metadata), "its top level is no metadata"),

@@ -6,6 +6,7 @@ The invariant: an option is either taken as an override of a known leaf, or left
 with the nearest known option; no value is ever mistaken for a preset's name.
 """
 import dataclasses
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -121,7 +122,8 @@ def options_help(base: Any) -> str:
             lines += ["", f"{section or 'run as a whole'}:"]
         value = f"[{describe(leaf.kind)}]" if leaf.bare is not None else describe(leaf.kind)
         lines.append(f"  {leaf.option} {value}")
-        lines.append(f"      {leaf.help} (default: {render(leaf.default)})")
+        text = f"{leaf.help} (default: {render(leaf.default)})".lstrip()
+        lines.append(textwrap.fill(text, 110, initial_indent="      ", subsequent_indent="      "))
     return "\n".join(lines)
 
 

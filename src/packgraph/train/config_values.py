@@ -5,7 +5,6 @@ is written `TOKENSxDOCUMENTS` or `TOKENSxDOCUMENTSxLONGEST`. The invariant: a va
 guessed; `3.5` is no int, `1` is no bool, and a problem says what was expected and what was found.
 """
 import dataclasses
-import functools
 import math
 import types
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ class ValueProblem(ValueError):
     """A value that does not fit its type; the message says what was expected and what was found."""
 
 
-@functools.cache
 def resolved_types(section: type) -> dict[str, Any]:
     """Field name → type of a dataclass, with string annotations resolved."""
     hints = get_type_hints(section)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from packgraph.packing.batch import PackedBatch
-from packgraph.packing.capacity import Capacity
 from torch import Tensor, nn
 
 from packgraph.graphs.fallback import WARM_UP, eager
 from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
 from packgraph.train.options import GraphConfig
 
 

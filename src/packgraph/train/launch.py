@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packgraph.train.data import build_tokenizer, open_documents, open_microbatches
 
 from packgraph.train.config import ConfigError
+from packgraph.train.data import Microbatches, build_tokenizer, open_documents, open_microbatches
 from packgraph.train.options import TrainConfig, disagreements
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_folder import check_same_run, choose_folder
@@ -34,7 +34,7 @@ def use_deterministic_kernels(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def open_data(config: TrainConfig, device: torch.device) -> Any:
+def open_data(config: TrainConfig, device: torch.device) -> Microbatches:
     """The resumable iterator of packs of `config`, after all sections were found to agree. Raises ConfigError."""
     problems = disagreements(config, device.type)
     if problems:

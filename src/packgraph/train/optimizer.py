@@ -44,7 +44,7 @@ class Optimizer:
         for weight in self._weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-        torch._foreach_zero_([weight.grad for weight in self._weights])
+        torch._foreach_zero_(list(self.gradients().values()))
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
@@ -52,9 +52,9 @@ class Optimizer:
         self.learning_rate.fill_(learning_rate)
         with_master = [(weight, master) for weight, master in zip(self._weights, self._masters) if master is not weight]
         if with_master:
-            torch._foreach_copy_([master.grad for _, master in with_master], [weight.grad for weight, _ in with_master])
-        gradients = [master.grad for master in self._masters if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+            torch._foreach_copy_([_gradient(master) for _, master in with_master],
+                                 [_gradient(weight) for weight, _ in with_master])
+        norm = torch.nn.utils.get_total_norm([_gradient(master) for master in self._masters])
         if self._clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip_norm, norm)
         self._adam.step()
@@ -74,6 +74,12 @@ class Optimizer:
     def gradients(self) -> dict[str, Tensor]:
         """The live gradient buffers by parameter name."""
         return {name: weight.grad for name, weight in self._named if weight.grad is not None}
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """The gradient buffer, which exists after `zero_grad`."""
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def _master(weight: nn.Parameter) -> Tensor:

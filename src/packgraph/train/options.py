@@ -7,12 +7,11 @@ values that are wrong in themselves; `disagreements` finds what is wrong between
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from packgraph.packing.capacity import Capacity
-from packgraph.train.data.config import DataConfig
+from typing import Literal
 
 from packgraph.models.dense import DenseConfig
+from packgraph.packing.capacity import Capacity
+from packgraph.train.data.config import DataConfig
 
 DEFAULT_DOCUMENTS_CAP = 50
 
@@ -187,17 +186,25 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
     return [text for text, wrong in problems.items() if wrong]
 
 
+# Help for fields that their own class does not explain, because there it goes without saying.
+FURTHER_HELP = {
+    "vocab_size": "rows of the embedding; at least the token ids of the tokenizer",
+    "hidden_size": "width of the residual stream",
+    "intermediate_size": "width of the SwiGLU layers",
+    "num_layers": "decoder layers",
+    "num_heads": "query heads",
+    "rope_theta": "base of the rotary embedding's wavelengths",
+    "rms_norm_eps": "added to the mean square in RMSNorm",
+}
+
+
 def field_help(section: type, name: str) -> str:
-    """The help of a field: the `name: help` paragraph of its class's docstring (empty when there is none)."""
-    documented: dict[str, Any] = {}
-    current = ""
-    for line in (section.__doc__ or "").splitlines():
-        start = re.match(r"\s*([a-z_0-9]+): (.*)", line)
-        if start is not None:
-            current = start[1]
-            documented[current] = start[2].strip()
-        elif current and line.strip():
-            documented[current] += " " + line.strip()
-        else:
-            current = ""
-    return documented.get(name, "")
+    """The help of a field: what follows `name: ` in its class's docstring, up to the next field or an empty line."""
+    text = section.__doc__ or ""
+    if text.startswith(section.__name__ + "("):
+        return FURTHER_HELP.get(name, "")  # a signature that dataclass made up, for want of a docstring
+    names = "|".join(field.name for field in dataclasses.fields(section))
+    found = re.search(rf"(?<![\w.]){name}:\s(.*?)(?=(?<![\w.])(?:{names}):\s|\n\s*\n|\bRaises |\Z)", text, re.DOTALL)
+    if found is None:
+        return FURTHER_HELP.get(name, "")
+    return " ".join(found[1].split()).rstrip(".")

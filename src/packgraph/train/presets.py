@@ -2,11 +2,10 @@
 import difflib
 from collections.abc import Callable
 
-from packgraph.packing.capacity import Capacity
-from packgraph.train.data.config import DataConfig
-
 from packgraph.models.dense import DenseConfig
+from packgraph.packing.capacity import Capacity
 from packgraph.train.config import ConfigError
+from packgraph.train.data.config import DataConfig
 from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 
 

@@ -19,8 +19,10 @@ CONFIG = "config.json"
 SUMMARY = "summary.json"
 
 # What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
+# Graphs compute what eager training computes, and the data are compared by their contents.
 FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_every", "run.checkpoint_every",
-                  "run.keep_checkpoints", "run.device")
+                  "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
+                  "graph.strict", "graph.scope", "graph.granularity", "data.path")
 
 
 def choose_folder(config: TrainConfig) -> Path:

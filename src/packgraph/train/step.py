@@ -7,8 +7,9 @@ host ints) and written to the device by a fill.
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from packgraph.packing.batch import PackedBatch
 from torch import Tensor
+
+from packgraph.packing.batch import PackedBatch
 
 LossFunction = Callable[[PackedBatch, Tensor], Tensor]
 

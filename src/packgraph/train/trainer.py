@@ -8,13 +8,11 @@ from one is bitwise the run that never stopped, and a stop by a signal comes bet
 """
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from packgraph.packing.batch import PackedBatch
 from torch import Tensor
 
 from packgraph.models.dense import DenseModel
@@ -22,6 +20,7 @@ from packgraph.plan.learning_rate import learning_rate_at
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors, save_checkpoint
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import to_dict
+from packgraph.train.data import DataError, Microbatches
 from packgraph.train.executor import Executor
 from packgraph.train.metrics import LateFetch, MetricsLog, summarize
 from packgraph.train.optimizer import Optimizer
@@ -59,7 +58,7 @@ class StepRecord:
 class Trainer:
     """Owns model, optimizer, data and executor of one run. `run` trains; `close` frees the graphs."""
 
-    def __init__(self, config: TrainConfig, folder: Path, microbatches: Any, device: torch.device,
+    def __init__(self, config: TrainConfig, folder: Path, microbatches: Microbatches, device: torch.device,
                  view: ProgressView) -> None:
         """microbatches: the resumable iterator of packs on the host. Creates nothing in `folder` yet."""
         self.config, self.folder, self.microbatches = config, folder, microbatches
@@ -72,6 +71,9 @@ class Trainer:
         self._resumed_at = 0
         self._fetch = LateFetch(device)
         self._last_end = 0.0
+        self._saved_at = 0
+        self._position: dict[str, Any] = {}
+        self._packs_since = 0
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
@@ -100,26 +102,27 @@ class Trainer:
         Raises NonFiniteLossError, CheckpointError, and what the data raise on bad input.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / CONFIG, to_dict(self.config))
+        # `--resume` is a wish of this call; a copy of the file starts a run of its own.
+        write_json(self.folder / CONFIG, to_dict(replace(self.config, run=replace(self.config.run, resume=False))))
         log = MetricsLog(self.folder, last_step=self.step)
         if not log.has_board:
             self.view.note("TensorBoard events are left out: tensorboard is not installed (pip install tensorboard)")
         ended = COMPLETED
         try:
-            packs = iter(self.microbatches)
-            saved_at = self.step
+            self._mark_position()
             self._last_end = time.perf_counter()
             while self.step < self.config.run.steps and not stop:
-                if not self._one_step(packs):
+                if not self._one_step():
                     ended = DATA_ENDED
                     break
                 self._report(log, leave=1)
                 if self.step % self.config.run.checkpoint_every == 0:
                     self._save(log)
-                    saved_at = self.step
-            if saved_at != self.step:
-                self._save(log)
-            self._report(log, leave=0)
+            self._save(log)
+        except DataError:
+            self._return_to_last_step()
+            self._save(log)
+            raise
         finally:
             log.close()
         summary = self._summary(log, f"stopped by {stop.reason}" if stop else ended)
@@ -130,9 +133,9 @@ class Trainer:
         """Free all graphs and their memory."""
         self.executor.close()
 
-    def _one_step(self, packs: Iterator[PackedBatch]) -> bool:
+    def _one_step(self) -> bool:
         """Launch one optimizer step; False when the data ended."""
-        batches = take_step(packs, self.config.run.tokens_per_step)
+        batches = take_step(self.microbatches, self.config.run.tokens_per_step)
         if not batches:
             return False
         captured = self.executor.before_step(self.step - self._resumed_at)
@@ -148,6 +151,7 @@ class Trainer:
             tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
             replayed=counts.replayed, fallbacks=counts.fallbacks, seconds=self._last_end - started,
             starting=captured or self.step == self._resumed_at + 1)
+        self._packs_since += len(batches)
         self._fetch.push(record, torch.stack([loss, norm]))
         return True
 
@@ -171,15 +175,28 @@ class Trainer:
             self.view.show(row)
 
     def _save(self, log: MetricsLog) -> None:
-        """Checkpoint the current step, after all its numbers and all weights were found finite."""
+        """Checkpoint the current step once, after all its numbers and all weights were found finite."""
         self._report(log, leave=0)
+        if self._saved_at == self.step:
+            return
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(
             [value.detach() for value in self.model.parameters()], float("inf"))]).max()
         if not math.isfinite(largest.item()):
             raise NonFiniteLossError(self._not_finite(self.step, "a weight is not finite"))
         tensors = self.tensors() | {f"random.{name}": value for name, value in random_states(self.device).items()}
-        state = {"data": self.microbatches.state_dict(), "random_device": self.device.type}
+        self._mark_position()
+        state = {"data": self._position, "random_device": self.device.type}
         save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints)
+
+    def _mark_position(self) -> None:
+        """Note that the current step is saved and where the data are."""
+        self._saved_at, self._position, self._packs_since = self.step, self.microbatches.state_dict(), 0
+
+    def _return_to_last_step(self) -> None:
+        """Put the data back to where the last whole step ended; taking the packs of the next one has failed."""
+        self.microbatches.load_state_dict(self._position)
+        for _ in range(self._packs_since):
+            next(self.microbatches)
 
     def _not_finite(self, step: int, what: str) -> str:
         kept = latest_checkpoint(self.folder / CHECKPOINTS)
@@ -193,6 +210,5 @@ class Trainer:
 
 def build_model(config: TrainConfig, device: torch.device) -> DenseModel:
     """The model of a run, its weights drawn on the CPU from `run.seed` so that they do not depend on the device."""
-    torch.manual_seed(config.run.seed)
-    model = DenseModel(config.model)
+    model = DenseModel(config.model, seed=config.run.seed, device="cpu")
     return model.to(device=device, dtype=getattr(torch, config.run.dtype)).train()

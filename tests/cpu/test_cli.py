@@ -1,0 +1,149 @@
+"""The command as a user meets it: help, one clear block for every mistake, whole runs."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import packgraph.train
+from packgraph import cli
+from packgraph.train.command_line import all_options
+from packgraph.train.presets import PRESETS, preset
+
+SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "32", "--model.num-layers", "1",
+         "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.head-dim", "8", "--graph.capacities", "32x4,64x8",
+         "--run.tokens-per-step", "100", "--optimizer.warmup-steps", "2", "--run.device", "cpu"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": "to be or not to be " * (1 + index % 3)}) + "\n" for index in range(40)))
+    return ["--data.source", "jsonl", "--data.path", str(path), "--run.folder", str(tmp_path / "runs")]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The text of a user error: on stderr, exit code 2, no traceback."""
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    return captured.err
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], [], ["-h"]):
+        assert cli.main(words) == 0
+        assert "train PRESET" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("packgraph ")
+    assert cli.main(["presets"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in PRESETS)
+
+
+def test_train_help_lists_every_option_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "qwen3-0.6b", "--help"]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert set(all_options(preset("qwen3-0.6b"))) <= set(lines)
+    assert "(default: 151936)" in text
+    assert re.search(r"\n  --.*\n      \(default", text) is None, "an option without help"
+
+
+def test_mistakes_are_refused_in_one_block(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "invalid choice: 'trian'" in refused(capsys, "trian")
+    assert "which preset?" in refused(capsys, "train")
+    assert "did you mean qwen3-tiny?" in refused(capsys, "train", "qwen-tiny")
+    assert "'extra': not expected here" in refused(capsys, "train", "qwen3-tiny", "extra")
+    text = refused(capsys, "train", "qwen3-tiny", "--lerning-rate", "1", "--run.steps", "many", "--graph.backend=metal")
+    assert "3 problems" in text and "did you mean --optimizer.learning-rate?" in text
+    assert "--run.steps: expected a whole number, got 'many'" in text
+    assert "--graph.backend: expected auto | cuda | recorder, got 'metal'" in text
+    assert "did you mean --run.steps?" in refused(capsys, "train", "qwen3-tiny", "--steps", "3")
+    assert "missing.toml: cannot be read" in refused(capsys, "train", "--config", str(tmp_path / "missing.toml"))
+    (tmp_path / "empty.toml").write_text("")
+    assert "says no preset" in refused(capsys, "train", "--config", str(tmp_path / "empty.toml"))
+    assert "takes no arguments" in refused(capsys, "presets", "x")
+
+
+def test_bad_data_create_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    folder = ["--run.folder", str(tmp_path / "runs")]
+    words = ["train", "qwen3-tiny", "--data.source", "jsonl", "--data.path", str(path), *folder]
+    path.write_text('{"text": "fine"}\n{"text": \n')
+    assert "bad.jsonl:2" in refused(capsys, *words)
+    path.write_text("")
+    assert "bad.jsonl" in refused(capsys, *words)
+    path.write_text('{"text": "fine"}\n')
+    assert "smaller than the tokenizer's" in refused(capsys, *words, "--model.vocab-size", "100")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_from_start_to_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine"]
+    assert cli.main([*words, "--run.steps", "5"]) == 0
+    assert "all steps done: 5 steps" in capsys.readouterr().err
+    folder = tmp_path / "runs" / "mine"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["replayed"] > 0 and summary["backend"] == "recorder" and list(summary["fallbacks"]) == ["warm-up"]
+    assert "exists already" in refused(capsys, *words)
+    config = ["--config", str(folder / "config.json")]
+    assert cli.main(["train", *config, "--resume", "--run.steps", "8"]) == 0
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 8
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert "optimizer.eps: the run has 1e-08" in refused(
+        capsys, "train", *config, "--resume", "--optimizer.eps", "1e-6")
+    assert cli.main(["train", *config, "--run.name", "again", "--run.steps", "3"]) == 0
+    assert (tmp_path / "runs" / "again" / "summary.json").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "3"]
+    assert cli.main(words) == 0
+    capsys.readouterr()
+    part = tmp_path / "runs" / "mine" / "checkpoints" / "step-00000003" / "__0_0.distcp"
+    part.write_bytes(part.read_bytes()[:100])
+    assert cli.main([*words, "--resume"]) == 2
+    assert f"{part}: damaged" in capsys.readouterr().err
+
+
+def test_more_documents_than_the_cap_run_eagerly(tmp_path: Path, data: list[str]) -> None:
+    assert cli.main(["train", "qwen3-tiny", *SMALL, *data, "--graph.max-documents", "1", "--run.steps", "6"]) == 0
+    summary = json.loads((tmp_path / "runs" / "qwen3-tiny" / "summary.json").read_text())
+    assert summary["fallbacks"]["more documents than any capacity"] > 0
+
+
+def test_a_loss_that_is_no_number_ends_with_one(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "200", "--optimizer.learning-rate", "1e30",
+             "--graph.enabled", "false"]
+    assert cli.main(words) == 1
+    text = capsys.readouterr().err
+    assert "training failed: step" in text and "optimizer.learning_rate" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(tmp_path: Path, data: list[str], number: signal.Signals) -> None:
+    source = Path(packgraph.train.__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "1000000", "--run.checkpoint-every", "1000000"]
+    process = subprocess.Popen([sys.executable, "-m", "packgraph.cli", *words], env=environment, stderr=subprocess.PIPE,
+                               text=True)
+    metrics = tmp_path / "runs" / "qwen3-tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, text = process.communicate(timeout=30)
+    assert process.returncode == 0 and "Traceback" not in text
+    assert f"stopped by {number.name}" in text
+    summary = json.loads((metrics.parent / "summary.json").read_text())
+    assert (metrics.parent / "checkpoints" / "latest").read_text().strip() == f"step-{summary['steps']:08d}"

@@ -1,0 +1,218 @@
+"""The parts of the trainer: schedule, optimizer, numbers of a step, folders, signals."""
+import dataclasses
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from packgraph.plan.learning_rate import learning_rate_at
+from packgraph.train.config import ConfigError, to_dict
+from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
+from packgraph.train.optimizer import Optimizer
+from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig, disagreements
+from packgraph.train.presets import PRESETS, preset
+from packgraph.train.run_folder import CONFIG, check_same_run, choose_folder, write_json
+from packgraph.train.signals import stop_on_signals
+
+CPU = torch.device("cpu")
+
+
+@given(st.integers(0, 300), st.integers(0, 50), st.integers(1, 200), st.floats(0, 1))
+def test_learning_rate_warms_up_then_falls_to_its_floor(step: int, warmup: int, decay: int, fraction: float) -> None:
+    def rate(at: int) -> float:
+        return learning_rate_at(at, peak=2.0, warmup_steps=warmup, decay_steps=decay, min_fraction=fraction)
+
+    assert 0 < rate(step) <= 2.0 or fraction == 0
+    if step < warmup:
+        assert rate(step) == 2.0 * (step + 1) / warmup
+    else:
+        assert rate(step + 1) <= rate(step)
+    assert math.isclose(rate(max(warmup + 1, decay)), 2.0 * fraction, abs_tol=1e-12)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def reference_steps(model: nn.Module, options: OptimizerConfig, rates: list[float], inputs: torch.Tensor) -> None:
+    """The same training by torch's plain AdamW."""
+    decay = [value for value in model.parameters() if value.ndim >= 2]
+    rest = [value for value in model.parameters() if value.ndim < 2]
+    adam = torch.optim.AdamW([{"params": decay, "weight_decay": options.weight_decay},
+                              {"params": rest, "weight_decay": 0.0}], lr=1.0, betas=options.betas, eps=options.eps,
+                             foreach=False, fused=False)
+    for rate in rates:
+        adam.zero_grad()
+        model(inputs).square().sum().backward()
+        if options.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm, foreach=False)
+        for group in adam.param_groups:
+            group["lr"] = rate
+        adam.step()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5, 1e9])
+def test_optimizer_equals_plain_adamw(clip_norm: float | None) -> None:
+    options = OptimizerConfig(weight_decay=0.3, clip_norm=clip_norm)
+    inputs, rates = torch.randn(6, 5), [1e-2, 5e-2, 1e-3]
+    ours, theirs = small_model(), small_model()
+    optimizer = Optimizer(ours.named_parameters(), options)
+    for rate in rates:
+        optimizer.zero_grad()
+        ours(inputs).square().sum().backward()
+        expected = torch.stack([value.norm() for value in optimizer.gradients().values()]).norm()
+        torch.testing.assert_close(optimizer.step(rate), expected)
+    reference_steps(theirs, options, rates, inputs)
+    for left, right in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-7)
+
+
+def test_gradient_buffers_stay_where_they_are() -> None:
+    model = small_model()
+    optimizer = Optimizer(model.named_parameters(), OptimizerConfig())
+    places = {name: value.data_ptr() for name, value in optimizer.gradients().items()}
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step(1e-3)
+    optimizer.zero_grad()
+    assert {name: value.data_ptr() for name, value in optimizer.gradients().items()} == places
+    assert not any(value.any() for value in optimizer.gradients().values())
+
+
+def test_narrow_weights_keep_small_updates_in_their_masters() -> None:
+    weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    optimizer = Optimizer([("weight", weight)], OptimizerConfig(weight_decay=0.0, clip_norm=None))
+    for _ in range(40):
+        optimizer.zero_grad()
+        weight.grad = torch.ones_like(weight)
+        optimizer.step(1e-4)
+    master = optimizer.state_tensors()["weight.master"]
+    assert master.dtype == torch.float32
+    torch.testing.assert_close(master, torch.full((8, 8), 1 - 40e-4), rtol=1e-4, atol=0)
+    assert torch.equal(weight, master.bfloat16()) and bool((weight < 1).all())
+
+
+def test_late_fetch_gives_the_numbers_in_order() -> None:
+    fetch = LateFetch(CPU)
+    values = torch.tensor([1.0, 2.0])
+    fetch.push("a", values)
+    values.fill_(9)
+    fetch.push("b", values)
+    assert len(fetch) == 2
+    assert fetch.pop() == ("a", [1.0, 2.0]) and fetch.pop() == ("b", [9.0, 9.0])
+
+
+def row(step: int, **changes: float) -> dict[str, float]:
+    figures = {"step": step, "loss": 10.0 - step, "tokens": 80, "places": 100, "seconds": 0.5, "starting": step == 1}
+    return figures | changes
+
+
+def test_metrics_are_cut_to_the_checkpoint(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, last_step=0)
+    for step in range(1, 6):
+        log.write(row(step))
+    log.close()
+    with (tmp_path / METRICS).open("a") as stream:
+        stream.write('{"step": 6, "lo')
+    assert [entry["step"] for entry in read_metrics(tmp_path / METRICS)] == [1, 2, 3, 4, 5]
+    log = MetricsLog(tmp_path, last_step=3)
+    log.write(row(4, loss=0.5))
+    log.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [1, 2, 3, 4]
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_summary_of_rows() -> None:
+    summary = summarize([row(step, seconds=100.0 if step == 1 else 0.5) for step in range(1, 9)])
+    assert summary == {"loss_first": 8.5, "loss_last": 2.5, "loss_window": 2, "steps": 8, "tokens": 640,
+                       "tokens_per_second": 160.0, "padding_fraction": pytest.approx(0.2)}
+    assert summarize([]) == {"steps": 0, "tokens": 0}
+
+
+def config_at(folder: Path, **run: object) -> TrainConfig:
+    tiny = preset("qwen3-tiny")
+    return dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, folder=str(folder), **run))
+
+
+def test_derived_names_are_made_unique_and_resume_takes_the_last(tmp_path: Path) -> None:
+    config = config_at(tmp_path / "runs")
+    with pytest.raises(ConfigError, match="there is no run of preset qwen3-tiny"):
+        choose_folder(config_at(tmp_path / "runs", resume=True))
+    for name in ("qwen3-tiny", "qwen3-tiny-2", "qwen3-tiny-3"):
+        assert choose_folder(config) == tmp_path / "runs" / name
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert choose_folder(config_at(tmp_path / "runs", resume=True)) == tmp_path / "runs" / "qwen3-tiny-3"
+
+
+def test_a_given_name_is_never_overwritten(tmp_path: Path) -> None:
+    assert choose_folder(config_at(tmp_path, name="mine")) == tmp_path / "mine"
+    with pytest.raises(ConfigError, match=r"--resume: there is no run .*mine"):
+        choose_folder(config_at(tmp_path, name="mine", resume=True))
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match=r"exists already; choose another --run\.name, or go on with it by --resume"):
+        choose_folder(config_at(tmp_path, name="mine"))
+    assert choose_folder(config_at(tmp_path, name="mine", resume=True)) == tmp_path / "mine"
+
+
+def test_a_resumed_run_must_be_the_same(tmp_path: Path) -> None:
+    config = config_at(tmp_path, name="mine")
+    write_json(tmp_path / CONFIG, to_dict(config))
+    check_same_run(tmp_path, config_at(tmp_path / "moved", name="other", resume=True, steps=999))
+    other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=0.5))
+    with pytest.raises(ConfigError, match=r"optimizer\.eps: the run has 1e-08, now it is 0\.5"):
+        check_same_run(tmp_path, other)
+    (tmp_path / CONFIG).write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        check_same_run(tmp_path, config)
+
+
+def test_signals_are_noted_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop and stop.reason == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_documents_cap_splits_capturing_from_packing() -> None:
+    graph = preset("qwen3-tiny").graph
+    assert graph.captured_capacities() == graph.packing_capacities() == sorted(graph.capacities)
+    capped = dataclasses.replace(graph, max_documents=10)
+    assert [shape.documents for shape in capped.captured_capacities()] == [8, 10, 10]
+    assert len(capped.packing_capacities()) == 5
+
+
+def test_sections_refuse_what_is_wrong_in_them_all_at_once() -> None:
+    with pytest.raises(ValueError, match=r"learning_rate must be positive.*betas must lie.*clip_norm"):
+        OptimizerConfig(learning_rate=0, betas=(0.9, 1.0), clip_norm=-1)
+    with pytest.raises(ValueError, match=r"warmup must be at least 1.*slots.*capacities must name"):
+        GraphConfig(warmup=0, slots=0, capacities=())
+    with pytest.raises(ValueError, match=r"steps must be.*name must be the name of one folder.*device must be"):
+        RunConfig(steps=0, name="../up", device="tpu")
+
+
+def test_disagreements_between_sections_come_all_at_once() -> None:
+    config = config_at(Path("runs"), steps=2)
+    config = dataclasses.replace(config, graph=dataclasses.replace(config.graph, backend="cuda", warmup=2))
+    assert len(disagreements(config, "cpu", vocabulary=10**9)) == 3
+    assert disagreements(preset("qwen3-tiny"), "cpu", vocabulary=2) == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_name_themselves(name: str) -> None:
+    assert preset(name).preset == name
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean qwen3-tiny"):
+        preset("qwen-tiny")

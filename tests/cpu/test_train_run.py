@@ -1,0 +1,217 @@
+"""Whole runs: going on bitwise, stopping, failing without losing anything."""
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from packgraph.models.dense import DenseConfig
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.pack import pack
+from packgraph.train.checkpoint import latest_checkpoint, load_state
+from packgraph.train.data import DataError
+from packgraph.train.metrics import METRICS, read_metrics
+from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
+from packgraph.train.progress import ProgressView
+from packgraph.train.random_state import random_states
+from packgraph.train.signals import StopRequest
+from packgraph.train.step import accumulate, take_step
+from packgraph.train.trainer import CHECKPOINTS, NonFiniteLossError, Trainer, build_model
+
+CPU = torch.device("cpu")
+CAPACITIES = (Capacity(16, 2), Capacity(32, 4), Capacity(64, 8))
+
+
+class RandomPacks:
+    """An endless resumable source: pack number n depends on n alone."""
+
+    def __init__(self, end: int = 10**9, bad: int = -1) -> None:
+        self.position, self.end, self.bad = 0, end, bad
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return self
+
+    def __next__(self) -> PackedBatch:
+        if self.position == self.end:
+            raise StopIteration
+        if self.position == self.bad:
+            raise DataError("file.jsonl:7: bad document")
+        draw = random.Random(self.position)
+        self.position += 1
+        lengths = [draw.randint(2, 20) for _ in range(draw.randint(1, 3))]
+        return pack([[draw.randrange(32) for _ in range(length)] for length in lengths], list(CAPACITIES))[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class StopAfter(StopRequest):
+    """Asks to stop once a step was begun `steps` times."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def __bool__(self) -> bool:
+        self.left -= 1
+        if self.left < 0:
+            self.reason = "SIGINT"
+        return self.left < 0
+
+
+def tiny(graph: bool = False, **run: Any) -> TrainConfig:
+    return TrainConfig(
+        preset="test",
+        model=DenseConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
+                          num_kv_heads=1, head_dim=8, dropout=0.1, tie_embeddings=True),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+        graph=GraphConfig(enabled=graph, capacities=CAPACITIES),
+        run=RunConfig(**{"steps": 6, "tokens_per_step": 60, "log_every": 1, "device": "cpu"} | run))
+
+
+def trainer(folder: Path, config: TrainConfig, packs: RandomPacks | None = None) -> Trainer:
+    view = ProgressView(config.run.steps, 100, Console(file=(folder.parent / "log").open("w")))
+    return Trainer(config, folder, packs or RandomPacks(), CPU, view)  # type: ignore[arg-type]
+
+
+def state_of(run: Trainer) -> dict[str, torch.Tensor]:
+    tensors = run.tensors() | {f"random.{name}": value for name, value in random_states(CPU).items()}
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def figures(folder: Path) -> list[tuple[Any, ...]]:
+    keys = ("step", "loss", "gradient_norm", "learning_rate", "tokens", "microbatches")
+    return [tuple(row[key] for key in keys) for row in read_metrics(folder / METRICS)]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, graph: bool) -> None:
+    config = tiny(graph)
+    straight = trainer(tmp_path / "straight", config)
+    straight.run(StopRequest())
+    expected = state_of(straight)
+    stopped = trainer(tmp_path / "stopped", config)
+    summary = stopped.run(StopAfter(3))
+    assert summary["ended"] == "stopped by SIGINT" and summary["steps"] == 3
+    torch.manual_seed(12345)
+    resumed = trainer(tmp_path / "stopped", config)
+    resumed.resume()
+    summary = resumed.run(StopRequest())
+    assert summary["steps"] == 6
+    found = state_of(resumed)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "straight")
+    states = [load_state(latest_checkpoint(tmp_path / name / CHECKPOINTS)) for name in ("straight", "stopped")]  # type: ignore[arg-type]
+    assert states[0] == states[1]
+    if graph:
+        assert summary["replayed"] > 0
+
+
+def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = trainer(folder, tiny(steps=8, checkpoint_every=2, keep_checkpoints=2))
+    assert not folder.exists()
+    summary = run.run(StopRequest())
+    assert summary == json.loads((folder / "summary.json").read_text())
+    wanted = {"loss_first", "loss_last", "steps", "tokens", "tokens_per_second", "padding_fraction", "backend",
+              "captured", "replayed", "fallbacks", "capture_seconds"}
+    assert wanted <= summary.keys() and summary["ended"] == "all steps done"
+    assert summary["loss_last"] < summary["loss_first"]
+    assert sorted(path.name for path in (folder / CHECKPOINTS).glob("step-*")) == ["step-00000006", "step-00000008"]
+    assert len({row["microbatches"] for row in read_metrics(folder / METRICS)}) > 1
+
+
+def test_graphs_train_as_eager_does(tmp_path: Path) -> None:
+    runs = {graph: trainer(tmp_path / str(graph), tiny(graph)) for graph in (False, True)}
+    states = {}
+    for graph, run in runs.items():
+        torch.manual_seed(1)
+        summary = run.run(StopRequest())
+        states[graph] = state_of(run)
+    assert summary["backend"] == "recorder" and summary["replayed"] > 0 and summary["captured"] > 0
+    assert set(summary["fallbacks"]) == {"warm-up"}
+    assert all(torch.equal(states[False][name], states[True][name]) for name in states[False])
+    assert figures(tmp_path / "False") == figures(tmp_path / "True")
+    run.close()
+
+
+def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
+    summary = trainer(tmp_path / "run", tiny(), RandomPacks(end=4)).run(StopRequest())
+    assert summary["ended"] == "the data ended" and 0 < summary["steps"] < 6
+    assert latest_checkpoint(tmp_path / "run" / CHECKPOINTS) is not None
+
+
+def test_bad_data_on_the_way_lose_no_finished_step(tmp_path: Path) -> None:
+    config = tiny(steps=12)
+    straight = trainer(tmp_path / "straight", config)
+    straight.run(StopRequest())
+    broken = trainer(tmp_path / "broken", config, RandomPacks(bad=17))
+    with pytest.raises(DataError, match=r"file\.jsonl:7"):
+        broken.run(StopRequest())
+    assert 1 < broken.step < 12
+    mended = trainer(tmp_path / "broken", config)
+    mended.resume()
+    assert mended.step == broken.step
+    mended.run(StopRequest())
+    expected, found = state_of(straight), state_of(mended)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+@pytest.mark.parametrize("poison", ["loss", "weight"])
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
+        tmp_path: Path, poison: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(steps=20, checkpoint_every=2)
+    run = trainer(tmp_path / "run", config)
+    # After step 5 the loss of step 6 shows it; after step 6 only the check of the weights before its checkpoint can.
+    monkeypatch.setattr(run.optimizer, "step", _poison_after(run, 5 if poison == "loss" else 6))
+    with pytest.raises(NonFiniteLossError, match=r"the last good checkpoint is .*step-00000004"):
+        run.run(StopRequest())
+    assert latest_checkpoint(tmp_path / "run" / CHECKPOINTS) == tmp_path / "run" / CHECKPOINTS / "step-00000004"
+    resumed = trainer(tmp_path / "run", config)
+    resumed.resume()
+    assert all(bool(value.isfinite().all()) for value in resumed.tensors().values())
+    assert resumed.run(StopRequest())["steps"] == 20
+
+
+def _poison_after(run: Trainer, step: int) -> Any:
+    original = run.optimizer.step
+
+    def stepped(rate: float) -> torch.Tensor:
+        norm = original(rate)
+        if run.step + 1 == step:
+            with torch.no_grad():
+                next(iter(run.model.parameters()))[0].fill_(float("nan"))
+        return norm
+    return stepped
+
+
+def test_gradients_of_a_step_do_not_depend_on_its_packing() -> None:
+    config = dataclasses.replace(tiny(), model=dataclasses.replace(tiny().model, dropout=0.0))
+    documents = [[(7 * i + j) % 32 for j in range(3 + i)] for i in range(6)]
+    gradients = []
+    for capacities in ([Capacity(64, 8)], [Capacity(16, 2)]):
+        model = build_model(config, CPU)
+        packs = pack(documents, capacities)
+        loss = accumulate(model, packs, CPU, in_flight=len(packs) > 1)
+        gradients.append([loss.detach(), *(value.grad for value in model.parameters())])
+    for left, right in zip(*gradients):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_takes_packs_until_its_tokens_are_reached() -> None:
+    packs = iter(RandomPacks())
+    for budget in (1, 50, 200):
+        taken = take_step(packs, budget)
+        total = sum(batch.num_tokens for batch in taken)
+        assert total >= budget > total - taken[-1].num_tokens
+    assert take_step(iter([]), 5) == []

@@ -1,0 +1,116 @@
+"""Verify finds nothing where graphs are right, and names the tensor where they are not."""
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from packgraph import cli
+from packgraph.diagnose.compare import first_difference
+from packgraph.diagnose.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
+from packgraph.diagnose.verify import verify
+from packgraph.graphs.graphed import GraphedModule
+from packgraph.packing.batch import PackedBatch
+from packgraph.train.random_state import random_states
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _give_back_determinism() -> Any:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_equal_tensors_are_equal_bit_by_bit() -> None:
+    values = {"a": torch.tensor([1.0, float("nan"), -0.0]), "empty": torch.zeros(0), "flag": torch.tensor(True)}
+    assert first_difference(1, values, {name: value.clone() for name, value in values.items()}) is None
+
+
+def test_the_first_difference_has_a_name_and_a_size() -> None:
+    values = {"a": torch.ones(4), "b": torch.tensor([1.0, 2.0])}
+    found = first_difference(3, values, {"a": torch.ones(4), "b": torch.tensor([1.0, 2.5])})
+    assert str(found) == "step 3: b: 1 of 2 elements, largest distance 0.5 (largest value 2)"
+    found = first_difference(1, {"zero": torch.zeros(1)}, {"zero": -torch.zeros(1)})
+    assert found is not None and "1 of 1 elements" in found.size
+    assert "only in the eager run" in str(first_difference(1, values, {"a": torch.ones(4)}))
+    assert "only in the graph run" in str(first_difference(1, {}, values))
+    assert "torch.float32 [4] against torch.float64 [4]" in str(
+        first_difference(1, values, {"a": torch.ones(4).double(), "b": values["b"]}))
+
+
+def test_the_default_matrix_is_bitwise_equal() -> None:
+    reports = list(default_matrix(CPU, steps=6))
+    assert len(reports) == 4 and all(report.good for report in reports)
+    assert {report.title.split()[1] for report in reports} == {"layer,", "chunk,"}
+    assert all(report.replayed > 0 and set(report.fallbacks) == {"warm-up"} for report in reports)
+
+
+def test_the_matrix_draws_all_capacities() -> None:
+    assert {batch.capacity for batch in itertools.islice(random_packs(1), 30)} == set(CAPACITIES)
+
+
+def break_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third step on, graphs leave something behind in one gradient buffer."""
+    original = GraphedModule.forward
+    name = "norm.weight"
+
+    def forward(self: GraphedModule, batch: PackedBatch, tokens: torch.Tensor) -> Any:
+        result = original(self, batch, tokens)
+        if self.stats.replayed == 1:
+            dict(self.named_parameters())[name].grad.add_(1e-3)  # type: ignore[union-attr]
+        return result
+
+    assert name in dict(verify_side().named_parameters())
+    monkeypatch.setattr(GraphedModule, "forward", forward)
+
+
+def verify_side() -> torch.nn.Module:
+    from packgraph.train.trainer import build_model
+    return build_model(tiny_config("layer", 0.0, 1), CPU)
+
+
+def test_a_broken_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_gradient(monkeypatch)
+    report = verify("broken", tiny_config("layer", 0.0, 4), random_packs(1), CPU)
+    assert not report.good and not report.differences.get("random states")
+    assert str(report.differences["gradients"]).startswith("step 3: norm.weight:")
+    assert report.differences["parameters"].step == 3
+
+
+def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = GraphedModule.forward
+
+    def forward(self: GraphedModule, *args: Any) -> Any:
+        result = original(self, *args)
+        if self.stats.replayed:
+            torch.rand(1)
+        return result
+
+    monkeypatch.setattr(GraphedModule, "forward", forward)
+    report = verify("broken", tiny_config("chunk", 0.0, 3), random_packs(1), CPU)
+    assert {kind: difference.name for kind, difference in report.differences.items()} == {"random states": "cpu"}
+
+
+def test_nothing_replayed_is_no_success() -> None:
+    config = tiny_config("layer", 0.0, 2)
+    assert not verify("only warm-up", config, random_packs(1), CPU).good
+
+
+def test_verify_changes_no_random_state_of_its_own_draws() -> None:
+    torch.manual_seed(0)
+    first = [batch.data for batch in itertools.islice(random_packs(5), 4)]
+    before = random_states(CPU)["cpu"]
+    second = [batch.data for batch in itertools.islice(random_packs(5), 4)]
+    assert torch.equal(before, random_states(CPU)["cpu"])
+    assert all(torch.equal(left, right) for left, right in zip(first, second))
+
+
+def test_the_command_ends_with_zero_or_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--steps", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "4 of 4 runs bitwise equal" in text and text.count("bitwise equal") == 17
+    break_gradient(monkeypatch)
+    assert cli.main(["verify", "--steps", "4"]) == 1
+    text = capsys.readouterr().out
+    assert "norm.weight" in text and "0 of 4 runs bitwise equal" in text
