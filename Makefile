@@ -67,11 +67,11 @@ check-python:
 		"packgraph needs Python 3.11 to 3.13, $(BASE_PYTHON) is " + sys.version.split()[0] + \
 		"; name another one: make setup BASE_PYTHON=python3.12")'
 	$(BASE_PYTHON) -m venv .venv
-	$(PYTHON) -m pip install -r requirements/run.txt
+	$(PYTHON) -m pip install -q -r requirements/run.txt
 	$(PYTHON) -c 'import torch' 2>/dev/null || $(PYTHON) -m pip install -r requirements/torch.txt
-	$(PYTHON) -m pip install --no-deps --no-build-isolation -e .
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready-run requirements/dev.txt
-	$(PYTHON) -m pip install -r requirements/dev.txt
+	$(PYTHON) -m pip install -q -r requirements/dev.txt
 	@touch $@
