@@ -124,20 +124,6 @@ def test_to_the_device_it_is_on_copies_nothing():
     assert batch.to("meta").tokens.shape == (12,)
 
 
-@pytest.mark.gpu
-def test_upload_is_one_asynchronous_copy():
-    batch = PackedBatch.build([[1, 2, 3], [4]], Capacity(4096, 64))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        uploaded = batch.to("cuda")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert uploaded.lengths == batch.lengths
-    assert torch.equal(uploaded.data.cpu(), batch.data)
-    assert uploaded.to("cpu").tokens.tolist() == batch.tokens.tolist()
-
-
 @pytest.mark.parametrize("arguments", [(0, 1), (8, 0), (8, 2, 0), (8, 2, 9), (8.0, 2), (True, 2)])
 def test_capacity_refuses_senseless_numbers(arguments):
     with pytest.raises(ValueError, match="Capacity"):
