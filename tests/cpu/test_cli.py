@@ -16,14 +16,15 @@ from packgraph.train.command_line import all_options
 from packgraph.train.presets import PRESETS, preset
 
 SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "32", "--model.num-layers", "1",
-         "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.head-dim", "8", "--graph.capacities", "32x4,64x8",
-         "--run.tokens-per-step", "100", "--optimizer.warmup-steps", "2", "--run.device", "cpu"]
+         "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.head-dim", "8",
+         "--graph.capacities", "32x4,64x8", "--run.tokens-per-step", "100", "--optimizer.warmup-steps", "2", "--run.device", "cpu"]
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"text": "to be or not to be " * (1 + index % 3)}) + "\n" for index in range(40)))
+    rows = [{"text": "to be or not to be " * (1 + index % 3)} for index in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ["--data.source", "jsonl", "--data.path", str(path), "--run.folder", str(tmp_path / "runs")]
 
 
