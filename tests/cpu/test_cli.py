@@ -17,7 +17,8 @@ from packgraph.train.presets import PRESETS, preset
 
 SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "32", "--model.num-layers", "1",
          "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.head-dim", "8",
-         "--graph.capacities", "32x4,64x8", "--run.tokens-per-step", "100", "--optimizer.warmup-steps", "2", "--run.device", "cpu"]
+         "--graph.capacities", "32x4,64x8", "--run.tokens-per-step", "100",
+         "--optimizer.warmup-steps", "2", "--run.device", "cpu"]
 
 
 @pytest.fixture

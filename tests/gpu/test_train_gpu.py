@@ -1,0 +1,76 @@
+"""The trainer with CUDA graphs: nothing in a step waits for the device, and a stopped run goes on bitwise."""
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainkit import RandomPacks, StopAfter, state_of, tiny, trainer
+
+from packgraph.diagnose.matrix import default_matrix
+from packgraph.diagnose.verify import verify
+from packgraph.train.signals import StopRequest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_no_host_sync_in_a_step(tmp_path: Path, graph: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(tmp_path / "run", tiny(graph, dtype=dtype, steps=8), device=CUDA)
+    original = run._one_step
+
+    def watched() -> bool:
+        # Capture itself waits for the device; every step after it must not.
+        if run.step > run.config.graph.warmup:
+            torch.cuda.set_sync_debug_mode("error")
+        done = original()
+        torch.cuda.set_sync_debug_mode("default")
+        return done
+
+    monkeypatch.setattr(run, "_one_step", watched)
+    summary = run.run(StopRequest())
+    assert summary["steps"] == 8 and (summary["replayed"] > 0) == graph
+    run.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, dtype: str) -> None:
+    config = tiny(True, dtype=dtype)
+    states: list[dict[str, Any]] = []
+    straight = trainer(tmp_path / "straight", config, device=CUDA)
+    straight.run(StopRequest())
+    states.append(state_of(straight))
+    stopped = trainer(tmp_path / "stopped", config, device=CUDA)
+    stopped.run(StopAfter(3))
+    torch.manual_seed(12345)
+    resumed = trainer(tmp_path / "stopped", config, device=CUDA)
+    resumed.resume()
+    resumed.run(StopRequest())
+    states.append(state_of(resumed))
+    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
+    for run in (straight, stopped, resumed):
+        run.close()
+
+
+def test_the_default_matrix_is_bitwise_equal() -> None:
+    assert all(report.good for report in default_matrix(CUDA, steps=8))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_bfloat16_is_bitwise_equal(granularity: str) -> None:
+    config = tiny(True, dtype="bfloat16", steps=10)
+    config = dataclasses.replace(config, graph=dataclasses.replace(config.graph, granularity=granularity))
+    report = verify("bfloat16", config, iter(RandomPacks()), CUDA)
+    assert report.good, report

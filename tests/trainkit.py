@@ -1,0 +1,83 @@
+"""Small runs for tests of the trainer, on the CPU and on CUDA."""
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from packgraph.models.dense import DenseConfig
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.pack import pack
+from packgraph.train.data import DataError
+from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
+from packgraph.train.progress import ProgressView
+from packgraph.train.random_state import random_states
+from packgraph.train.signals import StopRequest
+from packgraph.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+CAPACITIES = (Capacity(16, 2), Capacity(32, 4), Capacity(64, 8))
+
+
+class RandomPacks:
+    """An endless resumable source: pack number n depends on n alone."""
+
+    def __init__(self, end: int = 10**9, bad: int = -1) -> None:
+        self.position, self.end, self.bad = 0, end, bad
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return self
+
+    def __next__(self) -> PackedBatch:
+        if self.position == self.end:
+            raise StopIteration
+        if self.position == self.bad:
+            raise DataError("file.jsonl:7: bad document")
+        draw = random.Random(self.position)
+        self.position += 1
+        lengths = [draw.randint(2, 20) for _ in range(draw.randint(1, 3))]
+        return pack([[draw.randrange(32) for _ in range(length)] for length in lengths], list(CAPACITIES))[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class StopAfter(StopRequest):
+    """Asks to stop once a step was begun `steps` times."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def __bool__(self) -> bool:
+        self.left -= 1
+        if self.left < 0:
+            self.reason = "SIGINT"
+        return self.left < 0
+
+
+def tiny(graph: bool = False, **run: Any) -> TrainConfig:
+    return TrainConfig(
+        preset="test",
+        model=DenseConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
+                          num_kv_heads=1, head_dim=8, dropout=0.1, tie_embeddings=True),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+        graph=GraphConfig(enabled=graph, capacities=CAPACITIES),
+        run=RunConfig(**{"steps": 6, "tokens_per_step": 60, "log_every": 1, "device": "auto"} | run))
+
+
+def trainer(folder: Path, config: TrainConfig, packs: RandomPacks | None = None,
+            device: torch.device = CPU) -> Trainer:
+    view = ProgressView(config.run.steps, 100, Console(file=(folder.parent / "log").open("w")))
+    return Trainer(config, folder, packs or RandomPacks(), device, view)  # type: ignore[arg-type]
+
+
+def state_of(run: Trainer) -> dict[str, torch.Tensor]:
+    tensors = run.tensors() | {f"random.{name}": value for name, value in random_states(run.device).items()}
+    return {name: value.clone() for name, value in tensors.items()}
