@@ -24,7 +24,7 @@ class Snippet(nn.Module):
 
 
 def item(h, x): return h * h.sum().item()
-def float_of(h, x): return h * float(h.mean())
+def float_of(h, x): return h * float(h.detach().mean())
 def int_of(h, x): return h[: int(x.abs().sum() * 0) + 2]
 def tolist(h, x): return h * x.sum(0).tolist()[0]
 def numpy(h, x): return h * float(x.numpy().sum())

@@ -5,7 +5,7 @@ Python's garbage collector, the autocast cache setting, the module's parameters.
 """
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,25 +60,34 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
 
 
 def rehearse(program: Program, backend: Backend, observed: set[int],
-             args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+             args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Run forward and backward once, watched, where the backend needs a warm-up before it captures.
 
+    Returns the tensors from outside that captured code has read: whoever keeps the graphs must keep them, since a
+    graph knows only their addresses. Empty where the backend needs no rehearsal (and keeps them itself).
     Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
     """
     with _explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases:
-        parameters = [*aliases.alias_of.values()]
-        backend.warm_up(lambda: _run_watched(program, backend, observed, journal, parameters, args, kwargs))
+        parameters, read = [*aliases.alias_of.values()], list[torch.Tensor]()
+        backend.warm_up(lambda: read.extend(
+            _run_watched(program, backend, observed, journal, parameters, args, kwargs)))
+        return [tensor.detach() for tensor in read]
 
 
 def _run_watched(program: Program, backend: Backend, observed: set[int], journal: Journal, parameters: list[Any],
-                 args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                 args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
     state = detached_state(program.begin(args, kwargs))
     device = backend.guard_device
+    read: dict[int, torch.Tensor] = {}
     with torch.enable_grad():
         for run in program.runs:
             if run.captured:
-                with HostReadGuard(device), Watch(journal, refuse=True, device=device):
-                    state = {**state, **program.run(run, hide_lengths(state))}
+                with HostReadGuard(device), Watch(journal, refuse=True, device=device) as watch:
+                    shown = hide_lengths(state)
+                    result = program.run(run, shown)
+                staged = {t.untyped_storage()._cdata for t in tree_leaves(shown) if isinstance(t, torch.Tensor)}
+                read |= {key: tensor for key, tensor in watch.external.items() if key not in staged}
+                state = {key: state[key] if shown.get(key) is value else value for key, value in result.items()}
             else:
                 with Watch(journal, refuse=False, device=None):
                     state = program.run(run, state)
@@ -90,6 +99,7 @@ def _run_watched(program: Program, backend: Backend, observed: set[int], journal
         if ends and wanted:
             with HostReadGuard(device), Watch(journal, refuse=True, device=device):
                 torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+    return read.values()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 A call goes one way: is there a reason to run eagerly? which key is it? is a slot free, with this key captured? capture
 it if not; copy in, replay, clone out. Every branch that ends in eager execution is counted under its reason.
 """
+import copy
 import time
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
@@ -17,9 +18,10 @@ from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import capture_variant, rehearse
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.parameters import Fingerprint, GradientBuffers, module_generators
+from packgraph.graphs.fingerprint import Fingerprint
+from packgraph.graphs.parameters import GradientBuffers, module_generators
 from packgraph.graphs.program import Program
-from packgraph.graphs.refusals import refusal
+from packgraph.graphs.refusals import inside_data_parallel, refusal
 from packgraph.graphs.region import replay_region
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
@@ -79,7 +81,7 @@ class GraphedModule(torch.nn.Module):
         self._fingerprint: Fingerprint | None = None
         self._warm_calls_left = warmup
         self._observed: set[int] = set()
-        self._rehearsed: set[Hashable] = set()
+        self._rehearsed: dict[Hashable, list[torch.Tensor]] = {}
         self._failed: set[Hashable] = set()
         self._closed = False
         self.stats = Stats(_pool_bytes=lambda: sum(slot.pool.nbytes() for slot in self._slots.all))
@@ -173,7 +175,7 @@ class GraphedModule(torch.nn.Module):
             return fallback.NO_GRAD
         if not self.module.training:
             return fallback.EVALUATION
-        if self._refusal is None:
+        if self._refusal is None and (inside_data_parallel() or (self._fingerprint and self._fingerprint.hooked())):
             self._refuse_late_hooks()
         if self._refusal is not None:
             return self._refusal.reason
@@ -201,6 +203,7 @@ class GraphedModule(torch.nn.Module):
         """Drop all graphs when a fact they baked about the module has changed; the next call captures again."""
         change = self._fingerprint.changed() if self._fingerprint is not None else None
         if change is not None:
+            self._refuse_another_device()
             error = CaptureError(f"{change} after the graphs were captured", user_line(),
                                  "change parameters in place (copy_, load_state_dict) to keep the graphs")
             if self.strict:
@@ -209,8 +212,23 @@ class GraphedModule(torch.nn.Module):
             self.stats.recaptures["module changed"] += sum(slot.clear() for slot in self._slots.all)
             self._buffers_of_gradients = GradientBuffers()
             self._failed.clear()
+            self._rehearsed.clear()
         if self._fingerprint is None or change is not None:
             self._fingerprint = Fingerprint(self.module)
+
+    def _refuse_another_device(self) -> None:
+        tensor = next(iter([*self.module.parameters(), *self.module.buffers()]), None)
+        if tensor is not None and tensor.device != self.device:
+            raise RuntimeError(f"the module was moved from {self.device} to {tensor.device} after packgraph.graph "
+                               "wrapped it: move it first, then wrap it")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy of the wrapped module, not graphed: graphs belong to one set of storages."""
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> Any:
+        """Pickled as the wrapped module."""
+        return _unwrapped, (self.module,)
 
     def _variant(self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
@@ -218,8 +236,8 @@ class GraphedModule(torch.nn.Module):
             started = time.perf_counter()
             self.stats.recaptures["a larger variant took the slot"] += slot.make_room(call.nbytes)
             if call.key not in self._rehearsed:
-                rehearse(self._program, self._backend, self._observed, args, kwargs)
-                self._rehearsed.add(call.key)
+                read = rehearse(self._program, self._backend, self._observed, args, kwargs)
+                self._rehearsed[call.key] = read
             variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, self._observed,
                                       args, kwargs)
             slot.variants[call.key] = variant
@@ -244,6 +262,10 @@ class GraphedModule(torch.nn.Module):
             raise error
         message = f"running eagerly from here on, because a capture failed: {error}"
         warnings.warn(message, PackgraphWarning, stacklevel=4)
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    return module
 
 
 def _own_copies(state: State, lent: dict[int, torch.Tensor]) -> State:

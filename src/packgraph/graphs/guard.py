@@ -118,11 +118,13 @@ class Watch(TorchDispatchMode):
     """Runs code for a capture: journals writes to what existed before, and refuses what a graph cannot hold.
 
     refuse: False only journals (stages that stay eager may do what they like). device: as in HostReadGuard.
+    external: the tensors from outside that the code has read, by storage.
     """
 
     def __init__(self, journal: Journal, *, refuse: bool, device: str | None) -> None:
         super().__init__()
         self.journal, self.refuse, self.device = journal, refuse, device
+        self.external: dict[int, torch.Tensor] = {}
         self._own: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,7 +138,8 @@ class Watch(TorchDispatchMode):
         for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
             if tensor.untyped_storage()._cdata not in self._own:
                 self.journal.before_write(tensor)
-        inputs = {t.untyped_storage()._cdata for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage()._cdata: t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
+        self.external.update((key, t) for key, t in inputs.items() if key not in self._own)
         result = func(*args, **kwargs)
         for out in tree_flatten(result)[0]:
             if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in inputs:

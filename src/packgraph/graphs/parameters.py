@@ -1,4 +1,4 @@
-"""Parameters under capture: aliases, gradient buffers, and the facts a graph has baked about the module.
+"""Parameters under capture: aliases and gradient buffers.
 
 While a region is captured the module's parameters are replaced by fresh aliases of the same storages. Their autograd
 accumulators are then new, so they belong to the capture stream; hooks and `.grad` of the real parameters are not
@@ -8,8 +8,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Aliases:
@@ -85,45 +83,6 @@ class GradientBuffers:
             parameter.grad = buffer
         if cleared:
             torch._foreach_zero_(cleared)
-
-
-class Fingerprint:
-    """What graphs bake about a module: storages, which parameters train, training flags, the absence of hooks."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.modules = list(module.named_modules())
-        self.flags = [(m, m.training) for _, m in self.modules]
-        self.tensors: list[tuple[dict, str, str, torch.Tensor, int, bool]] = []
-        for prefix, owner in self.modules:
-            for table in (owner._parameters, owner._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        full = f"{prefix}.{name}" if prefix else name
-                        fact = (table, name, full, tensor, tensor.data_ptr(), tensor.requires_grad)
-                        self.tensors.append(fact)
-
-    def changed(self) -> str | None:
-        """What no longer holds, in words, or None."""
-        for table, name, full, tensor, pointer, trains in self.tensors:
-            now = table.get(name)
-            if now is not tensor or now.data_ptr() != pointer:
-                return f"the storage of {full!r} was replaced"
-            if now.requires_grad != trains:
-                return f"requires_grad of {full!r} changed"
-        for module, training in self.flags:
-            if module.training != training:
-                return f"training mode of a {type(module).__name__} inside the module changed"
-        return None
-
-
-def module_hooks(module: torch.nn.Module) -> str | None:
-    """The first submodule with hooks that a replay would skip, in words, or None."""
-    for name, owner in module.named_modules():
-        for kind in _HOOKS:
-            if getattr(owner, kind, None):
-                where = f"submodule {name!r}" if name else "the module"
-                return f"{where} ({type(owner).__name__}) has {kind.strip('_').replace('_', ' ')}"
-    return None
 
 
 def module_generators(module: torch.nn.Module) -> list[torch.Generator]:

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import torch
 
-from packgraph.graphs.parameters import module_hooks
+from packgraph.graphs.fingerprint import module_hooks
 
 
 class Refusal(NamedTuple):
@@ -40,6 +40,9 @@ def _data_parallel(module: torch.nn.Module) -> str | None:
         for kind in kinds:
             if isinstance(child, kind):
                 return kind.__name__
-    if DistributedDataParallel._active_ddp_module is not None:
-        return "DistributedDataParallel"
-    return None
+    return "DistributedDataParallel" if inside_data_parallel() else None
+
+
+def inside_data_parallel() -> bool:
+    """Whether this call comes from the forward of a DistributedDataParallel around the module."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
