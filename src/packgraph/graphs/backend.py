@@ -74,27 +74,3 @@ class Backend(Protocol):
 
     def generators(self) -> list[torch.Generator]:
         """The default random generators whose state a capture must leave alone."""
-
-
-def choose_backend(name: str, device: torch.device, generators: list[torch.Generator]) -> Backend:
-    """The backend called `name`; `auto` takes CUDA graphs for CUDA modules and the recorder for CPU modules.
-
-    generators: random generators that the module holds besides the default ones.
-    Raises ValueError for an unknown name or a backend that cannot serve `device`.
-    """
-    from packgraph.graphs.cuda import CudaBackend
-    from packgraph.graphs.recorder import RecorderBackend
-
-    if name == "auto":
-        name = "cuda" if device.type == "cuda" else "recorder"
-    if name == "cuda":
-        if device.type != "cuda":
-            raise ValueError(f"backend='cuda' needs a module on a CUDA device; its parameters are on {device}. "
-                             "Move the module first, or use backend='recorder' on the CPU")
-        return CudaBackend(device, generators)
-    if name == "recorder":
-        if device.type != "cpu":
-            raise ValueError(f"backend='recorder' captures CPU modules; the parameters are on {device}. "
-                             "Use backend='cuda' or 'auto'")
-        return RecorderBackend(generators)
-    raise ValueError(f"unknown backend {name!r}: use 'auto', 'cuda' or 'recorder'")

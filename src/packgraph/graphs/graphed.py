@@ -13,9 +13,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from packgraph.graphs import fallback
-from packgraph.graphs.backend import Backend, choose_backend
+from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import capture_variant, rehearse
+from packgraph.graphs.choose import choose_backend
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Fingerprint

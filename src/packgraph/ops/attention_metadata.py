@@ -5,9 +5,9 @@ Everything that changes from microbatch to microbatch is a device tensor; the tw
 """
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from packgraph.ops.attention_sdpa import document_mask
 from packgraph.packing.batch import PackedBatch
 
 
@@ -36,3 +36,10 @@ def attention_metadata(batch: PackedBatch, backend: str) -> AttentionMetadata:
         longest=batch.capacity.tokens if longest is None else longest,
         backend=backend,
     )
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Causal-within-document mask, bool [T, T], from int [T] document ids (padding has an id of its own)."""
+    index = torch.arange(document_ids.shape[0], device=document_ids.device)
+    same_document = document_ids[:, None] == document_ids[None, :]
+    return same_document & (index[:, None] >= index[None, :])
