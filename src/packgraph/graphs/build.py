@@ -58,9 +58,13 @@ class _Forward:
 
 @dataclass
 class Variant:
-    """The regions of one key in one slot, by the index of their run."""
+    """The regions of one key in one slot, by the index of their run.
+
+    ends: for each of the call's outputs the region and output number it comes from, None for eager code's.
+    """
 
     regions: dict[int, Region]
+    ends: list[tuple[int, int] | None]
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -69,12 +73,16 @@ class Variant:
 
 
 class VariantBuild:
-    """One build. observed: numbers of the call's outputs that got gradients in warm-up; empty = not known."""
+    """One build. observed: numbers of the call's outputs that got gradients in warm-up; empty = not known.
+
+    lends: gradients of the call's inputs are handed out as static memory.
+    """
 
     def __init__(self, program: Program, slot: Slot, window: Window, aliases: Aliases, buffers: GradientBuffers,
-                 observed: set[int], journal: Journal) -> None:
+                 observed: set[int], journal: Journal, lends: bool) -> None:
         self.program, self.slot, self.window, self.aliases = program, slot, window, aliases
         self.buffers, self.observed, self.journal = buffers, observed, journal
+        self.lends = lends
         self.origins: dict[int, _Origin] = {}
         self.alive: list[torch.Tensor] = []
         self.made: dict[int, list[torch.Tensor]] = {}
@@ -88,12 +96,15 @@ class VariantBuild:
         state = detached_state(self.program.begin(args, kwargs))
         for index, run in enumerate(self.program.runs):
             state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
+        ends = []
         for number, leaf in enumerate(tree_leaves(self.program.end(state))):
+            origin = self.origins.get(id(leaf))
+            ends.append((origin.producer, origin.number) if origin and origin.producer is not None else None)
             if not self.observed or number in self.observed:
                 self._expose(leaf)
         state = {}
         regions = {index: self._capture_backward(index) for index in reversed(self.forwards)}
-        return Variant(dict(reversed(regions.items())))
+        return Variant(dict(reversed(regions.items())), ends)
 
     def _expose(self, leaf: Any) -> None:
         origin = self.origins.get(id(leaf))
@@ -150,7 +161,7 @@ class VariantBuild:
                 leaves.append(leaf)
                 origins.append(origin)
                 inputs.append(Input(key, position, tensor.shape, buffer, tensor.requires_grad,
-                                    lend=origin.producer is not None))
+                                    lend=self.lends or origin.producer is not None))
             shown[key] = tree_unflatten(flat, spec)
         return shown, inputs, leaves, origins
 

@@ -49,14 +49,15 @@ def undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
 
 
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: set[int],
-                    args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
     Raises CaptureError; nothing has changed then.
     """
     with _explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases, \
             backend.window(slot.pool, journal) as window:
-        return VariantBuild(program, slot, window, aliases, buffers, observed, journal).capture(args, kwargs)
+        build = VariantBuild(program, slot, window, aliases, buffers, observed, journal, lends)
+        return build.capture(args, kwargs)
 
 
 def rehearse(program: Program, backend: Backend, observed: set[int],

@@ -10,24 +10,23 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import capture_variant, rehearse
 from packgraph.graphs.choose import choose_backend
+from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Fingerprint
 from packgraph.graphs.parameters import GradientBuffers, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import inside_data_parallel, refusal
-from packgraph.graphs.region import replay_region
 from packgraph.graphs.signature import Signature, signature, undeclared
-from packgraph.graphs.slot import Slot, Slots, Ticket
+from packgraph.graphs.slot import Slot, Slots
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.stages import State
 
 MAX_KEYS = 64
 
@@ -59,7 +58,8 @@ def graph(
 class GraphedModule(torch.nn.Module):
     """What `packgraph.graph` returns: behaves as the module it wraps (parameters, state_dict, train and eval).
 
-    stats: a `Stats`. close(): frees every graph and pool.
+    stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its slots; outputs and the
+    gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones.
     """
 
     def __init__(self, module: torch.nn.Module, capacities: Sequence[Capacity] | None, backend: str, warmup: int,
@@ -85,6 +85,7 @@ class GraphedModule(torch.nn.Module):
         self._rehearsed: dict[Hashable, list[torch.Tensor]] = {}
         self._failed: set[Hashable] = set()
         self._closed = False
+        self.lends = False
         self.stats = Stats(_pool_bytes=lambda: sum(slot.pool.nbytes() for slot in self._slots.all))
         reason = refusal(module)
         if reason is not None:
@@ -110,27 +111,37 @@ class GraphedModule(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where possible, eagerly otherwise."""
+        claim = self.claim(args, kwargs)
+        if isinstance(claim, str):
+            return self._eagerly(claim, args, kwargs)
+        return claim.run(args, kwargs)
+
+    def claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
+        """A slot with graphs for a call with these arguments, or the reason why the call must run eagerly.
+
+        Of tensors only the metadata is looked at, unless a capture is due. The claim counts as a replay.
+        """
         reason = self._reason_for_eager(args, kwargs)
         if reason is not None:
-            return self._eagerly(reason, args, kwargs)
+            return reason
         call = signature(args, kwargs, self._backend.device_type)
         if call.key in self._failed:
-            return self._eagerly(fallback.CAPTURE_FAILED, args, kwargs)
+            return fallback.CAPTURE_FAILED
         self._check_fingerprint()
         if call.key not in self._rehearsed and len(self._rehearsed) >= MAX_KEYS:
-            return self._eagerly(fallback.TOO_MANY_KEYS, args, kwargs)
+            return fallback.TOO_MANY_KEYS
         ticket = self._slots.acquire(call.key)
         if ticket is None:
-            return self._eagerly(fallback.NO_SLOT, args, kwargs)
+            return fallback.NO_SLOT
         try:
             variant = self._variant(call, ticket.slot, args, kwargs)
         except CaptureError as error:
             ticket.release()
             self._failed.add(call.key)
             self._complain(error)
-            return self._eagerly(fallback.CAPTURE_FAILED, args, kwargs)
+            return fallback.CAPTURE_FAILED
         self.stats.replayed += 1
-        return self._replay(variant, ticket, args, kwargs)
+        return Claim(self._program, variant, ticket, self.lends)
 
     def build(self, samples: Sequence[tuple[Any, ...]], slots: int | None = None) -> None:
         """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest first.
@@ -240,22 +251,12 @@ class GraphedModule(torch.nn.Module):
                 read = rehearse(self._program, self._backend, self._observed, args, kwargs)
                 self._rehearsed[call.key] = read
             variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, self._observed,
-                                      args, kwargs)
+                                      self.lends, args, kwargs)
             slot.variants[call.key] = variant
             self.stats.recaptures["a larger variant took the slot"] += slot.forget_smaller(call.key)
             self.stats.captured += len(variant.regions)
             self.stats.capture_seconds += time.perf_counter() - started
         return slot.variants[call.key]
-
-    def _replay(self, variant: Variant, ticket: Ticket, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = self._program.begin(args, kwargs)
-        lent: dict[int, torch.Tensor] = {}
-        for index, run in enumerate(self._program.runs):
-            if run.captured:
-                state = replay_region(variant.regions[index], state, ticket, lent)
-            else:
-                state = self._program.run(run, _own_copies(state, lent))
-        return tree_map(lambda leaf: leaf.clone() if id(leaf) in lent else leaf, self._program.end(state))
 
     def _complain(self, error: CaptureError) -> None:
         """Raise in strict mode; otherwise warn, and training goes on eagerly."""
@@ -267,19 +268,3 @@ class GraphedModule(torch.nn.Module):
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
-
-
-def _own_copies(state: State, lent: dict[int, torch.Tensor]) -> State:
-    """The state for an eager stage: differentiable static tensors are cloned, since autograd may keep them."""
-    clones: dict[int, Any] = {}
-
-    def own(leaf: Any) -> Any:
-        if id(leaf) not in lent or not leaf.requires_grad:
-            return leaf
-        if id(leaf) not in clones:
-            clones[id(leaf)] = leaf.clone()
-        return clones[id(leaf)]
-
-    return tree_map(own, state)
-
-

@@ -131,12 +131,14 @@ class Ticket:
     """One microbatch's claim on a slot, owned by its autograd nodes.
 
     The slot goes back when the last of `pending` backwards has run, or when the nodes are gone without a backward.
+    kept: somebody else (a pipeline with sends under way) says when, by `release`.
     """
 
     def __init__(self, slots: Slots, slot: Slot) -> None:
         self.slots, self.slot = slots, slot
         self.pending: set[int] = set()
         self.released = False
+        self.kept = False
 
     def start_backward(self, region: int) -> None:
         """Check that `region` may run its backward now: once, and while the slot is still this microbatch's."""
@@ -149,7 +151,7 @@ class Ticket:
     def finish_backward(self, region: int) -> None:
         """Note that `region` is done; the last one releases the slot."""
         self.pending.discard(region)
-        if not self.pending:
+        if not self.pending and not self.kept:
             self.release()
 
     def release(self) -> None:
