@@ -4,6 +4,7 @@ import torch
 from packgraph.models.config import DenseConfig
 from packgraph.models.layers.decoder import DenseLayer
 from packgraph.models.stack import DecoderStack
+from packgraph.plan.chunks import split_layers
 
 __all__ = ["DenseConfig", "DenseModel"]
 
@@ -11,6 +12,8 @@ __all__ = ["DenseConfig", "DenseModel"]
 class DenseModel(DecoderStack):
     """Decoder with stages `embed`, `attn` and `mlp` of every layer, `head`; see DecoderStack for its calls.
 
+    stage, stages: which part of the decoder this is when it is cut into that many pipeline stages; a part has the
+    names and the fresh values that its parameters have in the whole.
     seed: of the fresh parameters; torch's own generators are not touched. device: torch's default one when
     None. dtype: of the parameters, default float32.
     """
@@ -22,9 +25,12 @@ class DenseModel(DecoderStack):
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        stage: int = 0,
+        stages: int = 1,
     ) -> None:
         target = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
-            super().__init__(config, [DenseLayer(config, index) for index in range(config.num_layers)])
+            layers = {index: DenseLayer(config, index) for index in split_layers(config.num_layers, stages)[stage]}
+            super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
         self.to(dtype).to_empty(device=target)
         self.reset_parameters(seed)

@@ -2,11 +2,16 @@
 
     begin -> embed (-1) -> layer 0's stages -> ... -> layer L-1's stages -> head (L) -> end
 
+A pipeline stage is a stack of consecutive layers. Only the first has the embedding; the others begin with the hidden
+states of the stage before, and their `embed` makes just the tables that all layers share. Only the last has a head;
+the others end with hidden states.
+
 State: batch and tokens_in_step from `begin`; hidden [T, H], rotary (cos, sin) and attention (metadata) from
 `embed`; the head leaves loss alone. Padding rows of hidden start as exact zeros, so that nothing a padding
 token holds reaches a result, and stay finite from there on.
 """
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,18 +36,22 @@ class StagedLayer(Protocol):
 class DecoderStack(nn.Module):
     """Embedding, layers and head of a decoder over packed microbatches; implements `plan.stages.Staged`.
 
-    config: sizes and options. layers: modules that are StagedLayers. Parameters are named as in Hugging Face
+    config: sizes and options of the whole decoder. layers: modules that are StagedLayers, by their number in the
+    whole. first, last: whether this part has the embedding, and norm and head. Parameters are named as in Hugging Face
     checkpoints without the leading `model.`; with tied embeddings there is no `lm_head`.
     """
 
-    def __init__(self, config: DenseConfig, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, config: DenseConfig, layers: Mapping[int, nn.Module], *,
+                 first: bool = True, last: bool = True) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if not config.tie_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.config, self.first, self.last = config, first, last
+        if first or (last and config.tie_embeddings):
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
+        if last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            if not config.tie_embeddings:
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
 
     @property
@@ -50,23 +59,26 @@ class DecoderStack(nn.Module):
         """The [V, H] matrix of the head."""
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
 
-    def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None) -> State:
-        return {"batch": batch, "tokens_in_step": tokens_in_step}
+    def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None) -> State:
+        state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
+        return state if hidden is None else {**state, "hidden": hidden}
 
     def stages(self) -> Sequence[Stage]:
-        inner = [stage for layer in self.layers for stage in layer.stages()]  # type: ignore[operator]
-        return [Stage("embed", -1, self.run_embed), *inner, Stage("head", len(self.layers), self.run_head)]
+        inner = [stage for layer in self.layers.values() for stage in layer.stages()]  # type: ignore[operator]
+        head = [Stage("head", self.config.num_layers, self.run_head)] if self.last else []
+        return [Stage("embed", -1, self.run_embed), *inner, *head]
 
     def end(self, state: State) -> Tensor:
-        return state["loss"]
+        return state["loss" if self.last else "hidden"]
 
-    def forward(self, batch: PackedBatch, tokens_in_step: Tensor | None = None) -> Tensor:
+    def forward(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """Sum of the token losses of `batch` divided by `tokens_in_step`: 0-d float32.
 
         tokens_in_step: 0-d int64 or float32 on the batch's device, the labels that count in the whole step;
-        None takes this batch's own count. A count of 0 divides by 1.
+        None takes this batch's own count. A count of 0 divides by 1. hidden: [T, H] from the pipeline stage before,
+        for every stage but the first. A stage that is not the last returns its hidden states [T, H].
         """
-        return run_stages(self, batch, tokens_in_step)
+        return run_stages(self, batch, tokens_in_step, hidden)
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] of all rows; those of padding rows mean nothing but are finite."""
@@ -76,10 +88,10 @@ class DecoderStack(nn.Module):
         return F.linear(self.norm(state["hidden"]), self.head_weight)
 
     def run_embed(self, state: State) -> State:
-        """Stage `embed`: token embeddings, zero in padding; rotary tables; attention metadata."""
+        """Stage `embed`: token embeddings, zero in padding (first stage only); rotary tables; attention metadata."""
         batch = state["batch"]
-        embedded: Tensor = self.embed_tokens(batch.tokens)
-        hidden = embedded.masked_fill(batch.padding_mask[:, None], 0.0)
+        hidden: Tensor = state["hidden"] if not self.first else self.embed_tokens(batch.tokens).masked_fill(
+            batch.padding_mask[:, None], 0.0)
         rotary = self.rotary(batch.position_ids, hidden.dtype)
         return {**state, "hidden": hidden, "rotary": rotary,
                 "attention": attention_metadata(batch, self._backend(hidden))}
@@ -93,12 +105,16 @@ class DecoderStack(nn.Module):
         return {"loss": total / tokens.clamp(min=1)}
 
     def reset_parameters(self, seed: int) -> None:
-        """Normal matrices, norms of one, biases of zero; the same for a seed on every device."""
-        generator = torch.Generator().manual_seed(seed)
+        """Normal matrices, norms of one, biases of zero; the same for a seed on every device.
+
+        Every matrix has a seed of its own, from its name: a pipeline stage gets the values of the whole decoder.
+        """
+        generator = torch.Generator()
         with torch.no_grad():
-            for parameter in self.parameters():
+            for name, parameter in self.named_parameters():
                 if parameter.dim() < 2:
                     continue
+                generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
                 fresh = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                 parameter.copy_(fresh.normal_(0.0, self.config.initializer_range, generator=generator))
             for module in self.modules():

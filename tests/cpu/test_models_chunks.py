@@ -1,0 +1,47 @@
+"""A decoder cut into pipeline stages computes what the whole decoder computes."""
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import packgraph
+from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.plan.chunks import split_layers
+
+CONFIG = DenseConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=5, num_heads=2, num_kv_heads=1,
+                     head_dim=8, tie_embeddings=False)
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_layers_are_split_in_order_evenly_with_the_ends_shortest(layers, stages):
+    if stages > layers:
+        with pytest.raises(ValueError, match="every stage needs a layer"):
+            split_layers(layers, stages)
+        return
+    parts = split_layers(layers, stages)
+    assert [index for part in parts for index in part] == list(range(layers))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1 and sizes[0] == min(sizes)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_stages_in_a_row_equal_the_whole_bitwise(stages):
+    whole = DenseModel(CONFIG, seed=3)
+    parts = [DenseModel(CONFIG, seed=3, stage=stage, stages=stages) for stage in range(stages)]
+    names = [name for part in parts for name in part.state_dict()]
+    assert sorted(names) == sorted(whole.state_dict())
+    for part in parts:
+        for name, value in part.state_dict().items():
+            assert torch.equal(value, whole.state_dict()[name]), name
+    batch = packgraph.pack([list(range(9)), list(range(20))], [packgraph.Capacity(32, 4)])[0]
+    expected = whole(batch)
+    expected.backward()
+    value = parts[0](batch)
+    for part in parts[1:]:
+        value = part(batch, None, value)
+    value.backward()
+    assert torch.equal(value, expected)
+    gradients = dict(whole.named_parameters())
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter.grad, gradients[name].grad), name
