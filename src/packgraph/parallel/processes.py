@@ -1,0 +1,63 @@
+"""Process groups of a run: started as torchrun says, ended in an order that cannot hang.
+
+The same code runs on GPUs (NCCL, with gloo for host data) and on CPUs (gloo). The invariant at the end: graphs hold
+communicators, so everything that holds graphs must be closed inside the block; only then are the groups destroyed. A
+process that fails does not wait for the others: it leaves at once, and its launcher ends them.
+"""
+import contextlib
+import datetime
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from packgraph.parallel.mesh import Layout, Mesh, make_mesh, single_process
+
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher told this process. world: number of processes; local_rank: its number on this host."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @staticmethod
+    def read(environment: Mapping[str, str] = os.environ) -> "Launch":
+        """As torchrun's environment variables say; a process of its own without them."""
+        numbers = (environment.get(name, default) for name, default in
+                   (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+        return Launch(*(int(number) for number in numbers))
+
+
+@contextlib.contextmanager
+def processes(layout: Layout, device: torch.device, launch: Launch, timeout: datetime.timedelta = TIMEOUT
+              ) -> Iterator[Mesh]:
+    """Within the block all processes of `launch` are connected; yields the mesh. device: this process's own.
+
+    timeout: how long a collective may wait for a process that does not come. Raises ValueError with all reasons when
+    the layout does not fit the number of processes.
+    """
+    layout.resolved(launch.world)
+    if launch.world == 1:
+        yield single_process()
+        return
+    if device.type == "cuda":
+        # Multicast memory is not freed when graphs that used it are; it must stay off before NCCL is loaded.
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    yield make_mesh(layout, device)
+    # Not in a `finally`: after an error others may wait in a collective for ever, and so would we.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    dist.destroy_process_group()

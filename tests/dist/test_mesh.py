@@ -1,0 +1,90 @@
+"""The layout of processes, and the launcher of these tests."""
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from distkit import RankFailed, run_ranks
+
+from packgraph.parallel.mesh import AXES, Layout, make_mesh, single_process
+from packgraph.parallel.processes import Launch, processes
+
+
+def test_dp_follows_from_the_other_axes():
+    assert Layout(tp=2, pp=2).resolved(8) == Layout(dp=2, pp=2, cp=1, tp=2)
+
+
+@pytest.mark.parametrize(("layout", "world", "words"), [
+    (Layout(tp=3), 4, "tp 3 = 3 processes do not divide the 4"), (Layout(dp=2, tp=2), 2, "needs 4 processes, but 2"),
+    (Layout(dp=0, tp=-1), 2, "dp = 0 must be at least 1; tp = -1 must be at least 1")])
+def test_impossible_layouts_are_refused_with_all_reasons(layout, world, words):
+    with pytest.raises(ValueError, match=words):
+        layout.resolved(world)
+
+
+def test_tp_is_innermost():
+    layout = Layout(dp=2, pp=2, cp=1, tp=2)
+    assert layout.coordinates(0) == dict.fromkeys(AXES, 0)
+    assert layout.coordinates(1) == {"dp": 0, "pp": 0, "cp": 0, "tp": 1}
+    assert layout.coordinates(2) == {"dp": 0, "pp": 1, "cp": 0, "tp": 0}
+    assert layout.coordinates(4) == {"dp": 1, "pp": 0, "cp": 0, "tp": 0}
+
+
+def test_a_single_process_has_no_groups():
+    mesh = make_mesh(Layout(), torch.device("cpu"))
+    assert mesh == single_process() and mesh.world == 1
+    assert all(mesh.group(axis) is None for axis in AXES)
+    with pytest.raises(RuntimeError, match="one process only"):
+        mesh["tp"]
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert Launch.read({}) == Launch(0, 1, 0)
+    assert Launch.read({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Launch(3, 4, 1)
+    with processes(Layout(), torch.device("cpu"), Launch()) as mesh:
+        assert mesh.world == 1
+    with pytest.raises(ValueError, match="needs 2 processes"), \
+            processes(Layout(dp=2), torch.device("cpu"), Launch()):
+        pass
+
+
+def sum_along_axes(mesh):
+    sums = {}
+    for axis in ("dp", "tp"):
+        value = torch.tensor([mesh.rank])
+        dist.all_reduce(value, group=mesh.group(axis))
+        sums[axis] = int(value)
+    return mesh.place, sums, mesh.group("pp") is None
+
+
+@pytest.mark.dist
+def test_groups_follow_the_axes():
+    results = run_ranks(sum_along_axes, 4, layout=Layout(tp=2))
+    assert [sums for _, sums, _ in results] == [
+        {"dp": 2, "tp": 1}, {"dp": 4, "tp": 1}, {"dp": 2, "tp": 5}, {"dp": 4, "tp": 5}]
+    assert all(alone for _, _, alone in results)
+
+
+def fail_on_one_rank(mesh):
+    if mesh.rank == 1:
+        raise ValueError("bad weights on this rank")
+    dist.barrier()
+
+
+@pytest.mark.dist
+def test_a_rank_that_raises_ends_all_with_its_error():
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 failed[^~]*bad weights on this rank"):
+        run_ranks(fail_on_one_rank, 2)
+    assert time.monotonic() - started < 30
+
+
+def never_end(mesh):
+    if mesh.rank == 0:
+        time.sleep(60)
+
+
+@pytest.mark.dist
+def test_ranks_that_hang_are_ended():
+    with pytest.raises(RankFailed, match=r"ranks \[0\] did not finish"):
+        run_ranks(never_end, 2, seconds=3)

@@ -1,0 +1,90 @@
+"""Tests over several processes: start them, wait, and end all of them when one fails.
+
+Processes are forked on the CPU (fast: nothing is imported again) and joined by gloo through a file store. Whatever a
+rank returns comes back as bytes; a rank that raises ends the others, and its traceback becomes the test's error.
+"""
+import datetime
+import io
+import multiprocessing
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from packgraph.parallel.mesh import Layout, Mesh, make_mesh
+
+CPU = torch.device("cpu")
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def run_ranks(function: Any, world: int, *arguments: Any, layout: Layout | None = None, seconds: float = 60.0
+              ) -> list[Any]:
+    """`function(mesh, *arguments)` on `world` gloo processes; what they return, by rank. Raises RankFailed.
+
+    Returned tensors must be plain tensors. seconds: all ranks are ended when they take longer.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        links: dict[Any, int] = {}
+        workers = []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            store = str(Path(folder) / "store")
+            worker = context.Process(target=_work, args=(theirs, function, arguments, rank, world, store, layout),
+                                     daemon=True)
+            worker.start()
+            theirs.close()
+            links[ours] = rank
+            workers.append(worker)
+        try:
+            return _collect(links, world, time.monotonic() + seconds)
+        finally:
+            for worker in workers:
+                worker.join(0.5)
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
+
+
+def _collect(links: dict[Any, int], world: int, deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = dict(links)
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in time")
+        for link in ready:
+            rank = waiting.pop(link)
+            try:
+                good, content = link.recv()  # type: ignore[union-attr]
+            except EOFError as error:
+                raise RankFailed(f"rank {rank} died without a word") from error
+            if not good:
+                raise RankFailed(f"rank {rank} failed:\n{content}")
+            results[rank] = torch.load(io.BytesIO(content), weights_only=False)
+    return [results[rank] for rank in range(world)]
+
+
+def _work(link: Connection, function: Any, arguments: tuple[Any, ...], rank: int, world: int, store: str,
+          layout: Layout | None) -> None:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
+                                timeout=datetime.timedelta(seconds=30))
+        mesh: Mesh = make_mesh(layout or Layout(), CPU)
+        content = io.BytesIO()
+        torch.save(function(mesh, *arguments), content)
+        link.send((True, content.getvalue()))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        link.send((False, traceback.format_exc()))
+        raise
