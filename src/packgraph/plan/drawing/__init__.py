@@ -1,0 +1,1 @@
+"""Pictures of pipeline schedules, as text and as SVG."""
