@@ -17,7 +17,7 @@ from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import LEAVE_OUT, Journal, Watch
-from packgraph.graphs.parameters import Aliases, GradientBuffers, has_hooks
+from packgraph.graphs.parameters import Aliases, GradientBuffers, has_hooks, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import Input, Made, Output, Passed, Region
 from packgraph.graphs.slot import Slot
@@ -247,7 +247,7 @@ class VariantBuild:
             alias.grad = None
         for alias in returned:
             if alias.grad is not None:
-                region.returned.append((self.aliases.parameter_of[id(alias)], self.window.static(alias.grad)))
+                region.returned.append((self.aliases.parameter_of[id(alias)], static_gradient(self.window, alias.grad)))
                 alias.grad = None
         for entry, leaf, origin in zip(forward.inputs, forward.leaves, forward.origins, strict=True):
             if leaf.grad is None:

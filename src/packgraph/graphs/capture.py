@@ -54,7 +54,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
 
     Raises CaptureError; nothing has changed then.
     """
-    with _explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases, \
+    with explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases, \
             backend.window(slot.pool, journal) as window:
         build = VariantBuild(program, slot, window, aliases, buffers, observed, journal, lends)
         return build.capture(args, kwargs)
@@ -68,7 +68,7 @@ def rehearse(program: Program, backend: Backend, observed: set[int],
     graph knows only their addresses. Empty where the backend needs no rehearsal (and keeps them itself).
     Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
     """
-    with _explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases:
+    with explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases:
         parameters, read = [*aliases.alias_of.values()], list[torch.Tensor]()
         backend.warm_up(lambda: read.extend(
             _run_watched(program, backend, observed, journal, parameters, args, kwargs)))
@@ -104,7 +104,7 @@ def _run_watched(program: Program, backend: Backend, observed: set[int], journal
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Turn whatever user code raises during a capture into a CaptureError at the user's line."""
     try:
         yield

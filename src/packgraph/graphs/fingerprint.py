@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from packgraph.graphs.parameters import local_tensor
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLACING = "torch.distributed.tensor."
 
 
 class Fingerprint:
@@ -17,23 +20,25 @@ class Fingerprint:
     def __init__(self, module: torch.nn.Module) -> None:
         modules = list(module.named_modules())
         self._flags = [(owner, owner.training) for _, owner in modules]
-        self._hooks = [getattr(owner, kind) for _, owner in modules for kind in HOOKS]
+        hooks = [getattr(owner, kind) for _, owner in modules for kind in HOOKS]
+        self._hooks = [(table, len(table)) for table in hooks]
         tables = [owner._modules for _, owner in modules]
         self._children = [(table, name, child) for table in tables for name, child in table.items()]
         self._sizes = [(table, len(table)) for table in tables]
-        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, int, bool, str]] = []
+        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int, bool, str]] = []
         for prefix, owner in modules:
             for table in (owner._parameters, owner._buffers, vars(owner)):
                 for name, tensor in table.items():
                     if isinstance(tensor, torch.Tensor):
                         full = f"{prefix}.{name}" if prefix else name
-                        fact = (table, name, tensor, tensor.data_ptr(), tensor.requires_grad, full)
+                        local = local_tensor(tensor)
+                        fact = (table, name, tensor, local, local.data_ptr(), tensor.requires_grad, full)
                         self._tensors.append(fact)
 
     def changed(self) -> str | None:
         """What no longer holds, in words, or None. Hooks are not told here: see `hooked`."""
-        for table, name, tensor, pointer, trains, full in self._tensors:
-            if table.get(name) is not tensor or tensor.data_ptr() != pointer:
+        for table, name, tensor, local, pointer, trains, full in self._tensors:
+            if table.get(name) is not tensor or local.data_ptr() != pointer or local_tensor(tensor) is not local:
                 return f"the storage of {full!r} was replaced"
             if tensor.requires_grad != trains:
                 return f"requires_grad of {full!r} changed"
@@ -49,14 +54,18 @@ class Fingerprint:
 
     def hooked(self) -> bool:
         """Whether a submodule has got a hook since."""
-        return any(self._hooks)
+        return any(len(table) != size for table, size in self._hooks)
 
 
 def module_hooks(module: torch.nn.Module) -> str | None:
-    """The first submodule with hooks that a replay would skip, in words, or None."""
+    """The first submodule with hooks that a replay would skip, in words, or None.
+
+    The hooks of DTensor's parallel styles only place tensors on the mesh: what they launch is captured with the
+    module, so they are fine.
+    """
     for name, owner in module.named_modules():
         for kind in HOOKS:
-            if getattr(owner, kind):
+            if any(not hook.__module__.startswith(_PLACING) for hook in getattr(owner, kind).values()):
                 where = f"submodule {name!r}" if name else "the module"
                 return f"{where} ({type(owner).__name__}) has {kind.strip('_').replace('_', ' ')}"
     return None

@@ -25,7 +25,7 @@ from packgraph.graphs.parameters import GradientBuffers, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import inside_data_parallel, refusal
 from packgraph.graphs.signature import Signature, signature, undeclared
-from packgraph.graphs.slot import Slot, Slots
+from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.packing.capacity import Capacity
 
 MAX_KEYS = 64
@@ -93,6 +93,11 @@ class GraphedModule(torch.nn.Module):
         self._refusal = reason
 
     @property
+    def capture_backend(self) -> Backend:
+        """The backend itself, for others that capture on the same device."""
+        return self._backend
+
+    @property
     def backend(self) -> str:
         """Name of the backend in use."""
         return self._backend.name
@@ -142,6 +147,22 @@ class GraphedModule(torch.nn.Module):
             return fallback.CAPTURE_FAILED
         self.stats.replayed += 1
         return Claim(self._program, variant, ticket, self.lends)
+
+    def has_free_slot(self) -> bool:
+        """Whether a claim would find a slot now."""
+        return self._slots.has_free()
+
+    def hold_slot(self) -> Ticket:
+        """A slot for a microbatch that runs eagerly under a schedule, so that slots are counted as in a replay.
+
+        Raises RuntimeError when all are in flight.
+        """
+        return self._slots.reserve(1)[0]
+
+    @property
+    def failures(self) -> int:
+        """How many keys could not be captured."""
+        return len(self._failed)
 
     def build(self, samples: Sequence[tuple[Any, ...]], slots: int | None = None) -> None:
         """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest first.

@@ -3,11 +3,24 @@
 While a region is captured the module's parameters are replaced by fresh aliases of the same storages. Their autograd
 accumulators are then new, so they belong to the capture stream; hooks and `.grad` of the real parameters are not
 touched; and gradients are accumulated as they are produced, so no second copy of them is ever needed.
+
+A DTensor has no memory of its own: what is baked, compared or zeroed is its local tensor.
 """
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from packgraph.graphs.backend import Static, Window
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind `tensor` on this rank: of a DTensor its local part, otherwise the tensor itself."""
+    # Not `to_local()`, which waits, keeps autograd's view and may return another object.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Aliases:
@@ -77,12 +90,36 @@ class GradientBuffers:
             if grad is buffer:
                 continue
             if grad is None:
-                cleared.append(buffer)
-            elif grad.data_ptr() != buffer.data_ptr():
+                cleared.append(local_tensor(buffer))
+            elif local_tensor(grad).data_ptr() != local_tensor(buffer).data_ptr():
                 buffer.copy_(grad)
             parameter.grad = buffer
         if cleared:
             torch._foreach_zero_(cleared)
+
+
+@dataclass(frozen=True)
+class DistributedStatic:
+    """A DTensor in a pool, in the form of `Static`: the memory of its local tensor, and how it lies on the mesh."""
+
+    local: Static
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return DTensor.from_local(self.local.tensor, self.mesh, self.placements, run_check=False, shape=self.shape,
+                                  stride=self.stride)
+
+
+def static_gradient(window: Window, gradient: torch.Tensor) -> Static:
+    """A handle on a parameter's gradient for replays."""
+    local = window.static(local_tensor(gradient))
+    if not isinstance(gradient, DTensor):
+        return local
+    return DistributedStatic(local, gradient.device_mesh, gradient.placements, gradient.shape, gradient.stride())
 
 
 def module_generators(module: torch.nn.Module) -> list[torch.Generator]:

@@ -112,6 +112,10 @@ class Slots:
             raise RuntimeError(f"slot {slot.index} was released twice")
         self._free.append(slot)
 
+    def has_free(self) -> bool:
+        """Whether `acquire` would find a slot now."""
+        return bool(self._free) or self.limit is None or len(self.all) < self.limit
+
     def in_flight(self) -> int:
         """How many slots are owned by a microbatch now."""
         return len(self.all) - len(self._free)

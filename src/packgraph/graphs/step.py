@@ -1,0 +1,147 @@
+"""A whole optimizer step in one graph: forward and backward of all microbatches, in the order of the schedule.
+
+    eager   F0 B0 F1 B1 ... optimizer        every one a row of launches
+    step    [F0 B0 F1 B1 ... optimizer]      one launch; a small bank over the shapes of the microbatches
+
+The function that runs the step is captured as it stands: it calls forward and backward as a training loop does, sends
+and receives where there is a pipeline, and leaves gradients in `.grad`. Unlike region graphs nothing of autograd is
+left outside, so gradients of shared parameters are summed exactly as in eager. The price is that the number of
+microbatches and the shape of each are part of the key.
+"""
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from packgraph.graphs import fallback
+from packgraph.graphs.backend import Backend, Graph, Static
+from packgraph.graphs.capture import explained, undone
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.fingerprint import Fingerprint
+from packgraph.graphs.guard import HostReadGuard, Watch
+from packgraph.graphs.parameters import GradientBuffers, aliased_parameters
+from packgraph.graphs.program import hide_lengths
+from packgraph.graphs.signature import signature
+from packgraph.graphs.slot import Slot
+
+MAX_STEP_KEYS = 16
+Step = Callable[..., torch.Tensor]
+
+
+class StepVariant:
+    """One captured step."""
+
+    def __init__(self, graph: Graph, inputs: list[torch.Tensor], result: Static,
+                 owned: list[tuple[torch.nn.Parameter, torch.Tensor]], read: list[torch.Tensor]) -> None:
+        self.graph, self.inputs, self.result, self.owned, self.read = graph, inputs, result, owned, read
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self.graph.reset()
+
+
+class GraphedStep:
+    """Runs `run(*args)` as one graph, or eagerly with a counted reason.
+
+    modules: everything whose parameters the step trains. run: forward and backward of a step; takes tensors and packed
+    batches, returns one tensor (the loss). It is called eagerly in warm-up, and captured once per key: the shapes of
+    all arguments. limit: keys that may be captured, beyond them steps run eagerly.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], run: Step, backend: Backend, device: torch.device,
+                 limit: int = MAX_STEP_KEYS) -> None:
+        self.modules, self.run, self.limit = torch.nn.ModuleList(modules), run, limit
+        self._backend = backend
+        self._slot = Slot(0, backend, device)
+        self._buffers = GradientBuffers()
+        self._fingerprint: Fingerprint | None = None
+        self._failed: set[Hashable] = set()
+        self.stats = Stats(_pool_bytes=lambda: self._slot.pool.nbytes())
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        """One step. Returns what `run` returns; gradients are added to `.grad`."""
+        reason = fallback.bypass_reason()
+        key = signature(args, {}, self._backend.device_type).key
+        if reason is None and not self.ready(*args):
+            reason = fallback.CAPTURE_FAILED if key in self._failed else fallback.TOO_MANY_KEYS
+        if reason is not None:
+            self.stats.fallbacks[reason] += 1
+            return self.run(*args)
+        variant: StepVariant = self._slot.variants[key]
+        tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]
+        for buffer, tensor in zip(variant.inputs, tensors, strict=True):
+            buffer.copy_(tensor)
+        GradientBuffers.attach(variant.owned)
+        variant.graph.replay()
+        self.stats.replayed += 1
+        return variant.result.tensor.clone()
+
+    def ready(self, *args: Any) -> bool:
+        """Whether a step with these arguments can be replayed; captures it if it is new.
+
+        With communication inside `run` this is collective: every rank must ask for the same step.
+        """
+        call = signature(args, {}, self._backend.device_type)
+        if self._fingerprint is not None and self._fingerprint.changed() is not None:
+            self.stats.recaptures["module changed"] += self._slot.clear()
+            self._fingerprint, self._buffers = None, GradientBuffers()
+        if call.key in self._slot.variants:
+            return True
+        if call.key in self._failed or len(self._slot.variants) >= self.limit:
+            return False
+        self._fingerprint = self._fingerprint or Fingerprint(self.modules)
+        self.stats.recaptures["a larger variant took the slot"] += self._slot.make_room(call.nbytes)
+        started = time.perf_counter()
+        try:
+            self._slot.variants[call.key] = self._capture(args)
+        except CaptureError:
+            self._failed.add(call.key)
+            raise
+        self.stats.recaptures["a larger variant took the slot"] += self._slot.forget_smaller(call.key)
+        self.stats.captured += 1
+        self.stats.capture_seconds += time.perf_counter() - started
+        return True
+
+    def close(self) -> None:
+        """Free all graphs."""
+        self._slot.clear()
+
+    def _capture(self, args: tuple[Any, ...]) -> StepVariant:
+        leaves, spec = tree_flatten([hide_lengths({"": arg})[""] for arg in args])
+        inputs = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                buffer = self._slot.buffer(("input", position), leaf)
+                buffer.copy_(leaf)
+                inputs.append(buffer)
+                leaves[position] = buffer
+        shown = tree_unflatten(leaves, spec)
+        with explained(), undone(self.modules, self._backend) as journal, contextlib.ExitStack() as stack:
+            aliases = stack.enter_context(aliased_parameters(self.modules))
+            owned = []
+            for parameter in [p for p in self.modules.parameters() if p.requires_grad]:
+                real = aliases.parameter_of[id(parameter)]
+                parameter.grad = self._buffers.buffer(real)
+                owned.append((real, parameter.grad))
+            read = self._rehearse(shown, journal)
+            with self._backend.window(self._slot.pool, journal) as window:
+                graph, result = window.capture(lambda: self.run(*shown).detach())
+                static = window.static(result)
+                del result
+            return StepVariant(graph, inputs, static, owned, read)
+
+    def _rehearse(self, shown: Sequence[Any], journal: Any) -> list[torch.Tensor]:
+        read: list[torch.Tensor] = []
+
+        def watched() -> None:
+            device = self._backend.guard_device
+            with HostReadGuard(device), Watch(journal, refuse=True, device=device) as watch:
+                self.run(*shown)
+            read.extend(tensor.detach() for tensor in watch.external.values())
+
+        self._backend.warm_up(watched)
+        return read
