@@ -1,91 +1,116 @@
-"""AdamW that never makes the host wait.
+"""AdamW that never makes the host wait, each replica updating its own part of all parameters.
 
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping stays on the
 device, weight decay touches only parameters with two or more dimensions. Under bfloat16 weights the optimizer keeps
-float32 masters: an update smaller than half a bfloat16 step would otherwise be lost. The invariant: after
-`zero_grad` every parameter has a gradient buffer of its own that stays where it is, so captured graphs may add to it.
+float32 masters: an update smaller than half a bfloat16 step would otherwise be lost. The invariant: parameters and
+gradients are views of flat buffers that never move (`parallel/data.py`), so captured graphs may read and add to them.
 """
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from packgraph.graphs.parameters import local_tensor
+from packgraph.parallel.data import Bucket, FlatParameters
+from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.train.options import OptimizerConfig
+
+TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 
 
 class Optimizer:
-    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device."""
+    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device.
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
-        self._named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    mesh: where the processes are; the replicas along `dp` share the work and the state. Making an optimizer moves the
+    parameters into flat buffers, so make it before graphs are captured.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig,
+                 mesh: Mesh | None = None) -> None:
+        self._mesh = mesh or single_process()
+        self.flat = FlatParameters(named_parameters, self._mesh.group("dp"))
         self._clip_norm = config.clip_norm
-        self._weights = [parameter for _, parameter in self._named]
-        device = self._weights[0].device
+        device = self.flat.buckets[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
-        self._masters = [_master(weight) for weight in self._weights]
-        matrices = [master for master in self._masters if master.ndim >= 2]
-        vectors = [master for master in self._masters if master.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay},
-                  {"params": vectors, "weight_decay": 0.0}]
+        self._masters = [_master(bucket) for bucket in self.flat.buckets]
+        groups = [{"params": [master for bucket, master in zip(self.flat.buckets, self._masters, strict=True)
+                              if bucket.decays == decays], "weight_decay": config.weight_decay if decays else 0.0}
+                  for decays in (True, False)]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=self.learning_rate, betas=config.betas,
             eps=config.eps, fused=True, capturable=device.type == "cuda")
-        for master in self._masters:
+        self._steps = torch.zeros(len(self._masters), dtype=torch.float32, device=device)
+        for number, master in enumerate(self._masters):
             # Made here and not at the first step: a resumed run needs the places to load into.
-            self._adam.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master),
-            }
+            self._adam.state[master] = {"step": self._steps[number], "exp_avg": torch.zeros_like(master),
+                                        "exp_avg_sq": torch.zeros_like(master)}
         self.zero_grad()
 
-    @torch.no_grad()
     def zero_grad(self) -> None:
-        """Zero all gradients in place; a gradient that is None gets a buffer."""
-        for weight in self._weights:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-        torch._foreach_zero_(list(self.gradients().values()))
+        """Zero all gradients in place; a gradient that is None gets its place in the buffer back."""
+        self.flat.zero_gradients()
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
-        """Clip and update once. Returns the global gradient norm before clipping, float32 [] on the device."""
+        """Reduce, clip and update once. Returns the global gradient norm before clipping, float32 [] on the device."""
         self.learning_rate.fill_(learning_rate)
-        with_master = [(weight, master) for weight, master in zip(self._weights, self._masters) if master is not weight]
-        if with_master:
-            torch._foreach_copy_([_gradient(master) for _, master in with_master],
-                                 [_gradient(weight) for weight, _ in with_master])
-        norm = torch.nn.utils.get_total_norm([_gradient(master) for master in self._masters])
+        self.flat.reduce()
+        narrow = [(bucket, master) for bucket, master in zip(self.flat.buckets, self._masters, strict=True)
+                  if master.dtype != bucket.parameters.dtype]
+        if narrow:
+            torch._foreach_copy_([_gradient(master) for _, master in narrow],
+                                 [bucket.own_gradients for bucket, _ in narrow])
+        norm = self._norm()
         if self._clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._masters, self._clip_norm, norm)
+            scale = (self._clip_norm / (norm + TINY)).clamp(max=1.0)
+            torch._foreach_mul_([_gradient(master) for master in self._masters], scale)
+        self._steps.copy_(self._steps[:1].clone().expand_as(self._steps))  # a resumed run has loaded the first only
         self._adam.step()
-        if with_master:
-            torch._foreach_copy_([weight for weight, _ in with_master], [master for _, master in with_master])
-        return norm.float()
+        if narrow:
+            torch._foreach_copy_([bucket.own_parameters for bucket, _ in narrow], [master for _, master in narrow])
+        self.flat.gather()
+        return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state by flat name: `NAME.step`, `.exp_avg`, `.exp_avg_sq` and, under bfloat16, `.master`."""
-        tensors: dict[str, Tensor] = {}
-        for (name, weight), master in zip(self._named, self._masters):
-            tensors.update({f"{name}.{key}": value for key, value in self._adam.state[master].items()})
-            if master is not weight:
-                tensors[f"{name}.master"] = master.detach()
+        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg`, `.exp_avg_sq` and, under
+        bfloat16, `.master`; in the parameter's shape, or `Pieces` of it where other ranks have the rest."""
+        tensors: dict[str, Tensor] = {"step": self._steps[0]}
+        for bucket, master in zip(self.flat.buckets, self._masters, strict=True):
+            state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
+            if master.dtype != bucket.parameters.dtype:
+                state["master"] = master.detach()
+            for member in bucket.members:
+                tensors.update({f"{member.name}.{key}": bucket.part(member, flat) for key, flat in state.items()})
         return tensors
 
     def gradients(self) -> dict[str, Tensor]:
-        """The live gradient buffers by parameter name."""
-        return {name: weight.grad for name, weight in self._named if weight.grad is not None}
+        """This rank's live gradient buffers by parameter name: what its own microbatches have added up."""
+        return {member.name: local_tensor(member.gradient) for member in self.flat.members()}
+
+    def _norm(self) -> Tensor:
+        """The norm of the gradient of the whole model; what several ranks have copies of counts once."""
+        counted = [_gradient(master) for bucket, master in zip(self.flat.buckets, self._masters, strict=True)
+                   if bucket.sharded or self._mesh.place["tp"] == 0]
+        norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self.learning_rate)]
+        total = torch.stack(list(norms)).square().sum()
+        if self._mesh.everyone() is not None:
+            dist.all_reduce(total)
+        return total.sqrt()
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """The gradient buffer, which exists after `zero_grad`."""
+    """The gradient of a master, which always exists."""
     assert tensor.grad is not None
     return tensor.grad
 
 
-def _master(weight: nn.Parameter) -> Tensor:
-    """The weight itself, or a float32 copy with a gradient buffer where its type is narrower."""
-    if weight.dtype == torch.float32:
-        return weight
-    master = weight.detach().float().requires_grad_()
+def _master(bucket: Bucket) -> Tensor:
+    """The float32 values that this rank updates: its part of the bucket, or a copy where the bucket is narrower."""
+    if bucket.parameters.dtype == torch.float32:
+        master = bucket.own_parameters.detach().requires_grad_()
+        master.grad = bucket.own_gradients
+        return master
+    master = bucket.own_parameters.detach().float().requires_grad_()
     master.grad = torch.zeros_like(master)
     return master

@@ -25,24 +25,51 @@ def take_step(packs: Iterator[PackedBatch], tokens_per_step: int) -> list[Packed
     return taken
 
 
+def own_share(batches: Sequence[PackedBatch], replicas: int, replica: int) -> list[PackedBatch]:
+    """The packs of a step that one of `replicas` runs, in the order of the step.
+
+    Every replica reads the whole stream, so all of them know the whole step from host ints alone, and the position in
+    the data does not depend on how many there are. The largest packs are dealt out first, each to the replica with the
+    fewest places so far (Graham 1969: at most 4/3 of the best possible longest share).
+    """
+    places = [0] * replicas
+    share: set[int] = set()
+    for index in sorted(range(len(batches)), key=lambda index: -batches[index].capacity.tokens):
+        least = min(range(replicas), key=lambda candidate: places[candidate])
+        places[least] += batches[index].capacity.tokens
+        if least == replica:
+            share.add(index)
+    return [batch for index, batch in enumerate(batches) if index in share]
+
+
+def count_loss_tokens(batches: Sequence[PackedBatch]) -> int:
+    """Places of a whole step whose label is a token, at least 1."""
+    return max(1, sum(batch.num_loss_tokens for batch in batches))
+
+
 def accumulate(loss_function: LossFunction, batches: Sequence[PackedBatch], device: torch.device, *,
-               in_flight: bool = False) -> Tensor:
+               in_flight: bool = False, loss_tokens: int | None = None,
+               before_last: Callable[[Tensor], None] | None = None) -> Tensor:
     """Forward and backward of all microbatches of a step; gradients are added to `.grad`.
 
     batches: packs on the host; each is uploaded once. in_flight: run all forwards before the first backward (the
-    backwards then go in reverse), as pipelines do. Returns the mean loss per loss token, float32 [] on the device.
+    backwards then go in reverse), as pipelines do. loss_tokens: of the whole step, when `batches` are a share of it.
+    before_last: called with the loss whose backward is the last. Returns the sum of token losses / loss_tokens,
+    float32 [] on the device.
     """
-    loss_tokens = max(1, sum(batch.num_loss_tokens for batch in batches))
+    loss_tokens = count_loss_tokens(batches) if loss_tokens is None else loss_tokens
     tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=device)
     total = torch.zeros((), dtype=torch.float32, device=device)
     waiting: list[Tensor] = []
-    for batch in batches:
+    for number, batch in enumerate(batches, start=1):
         loss = loss_function(batch.to(device), tokens_in_step)
         total += loss.detach()
-        if in_flight:
-            waiting.append(loss)
-        else:
+        waiting.append(loss)
+        if in_flight and number < len(batches):
+            continue
+        while waiting:
+            loss = waiting.pop()
+            if before_last is not None and number == len(batches) and not waiting:
+                before_last(loss)
             loss.backward()
-    while waiting:
-        waiting.pop().backward()
     return total

@@ -1,0 +1,245 @@
+"""Data parallelism: flat buffers, gradients reduced in buckets, every rank updates its own part of all parameters.
+
+    backward   .grad views of one flat buffer, added to in place (by captured graphs too)
+    reduce     bucket b complete -> reduce-scatter: each rank gets the sum of its own part
+    update     the optimizer changes own parts only (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054)
+    gather     all-gather puts the new parts into everyone's parameters, in place
+
+The invariant: parameters and gradients never move, so graphs that baked their addresses stay right; a `.grad` that was
+set to None or replaced meanwhile is found and taken in. Buckets are reduced in one fixed order on all ranks, whatever
+order their gradients are finished in. Single process: the same buffers, nothing is sent.
+"""
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.region import Region
+from packgraph.parallel.buckets import plan_buckets
+from packgraph.parallel.pieces import Pieces
+
+BUCKET_BYTES = 32 * 2**20  # large enough for full bandwidth, small enough that most of a model overlaps with backward
+
+
+@dataclass
+class Member:
+    """A parameter, and which elements of its bucket it is. gradient: its view, a DTensor for a DTensor."""
+
+    name: str
+    parameter: nn.Parameter
+    place: slice
+    gradient: Tensor
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Make `.grad` the view again; what was accumulated elsewhere is taken in, None counts as zero."""
+        found = self.parameter.grad
+        if found is self.gradient:
+            return
+        if found is None:
+            local_tensor(self.gradient).zero_()
+        elif local_tensor(found).data_ptr() != local_tensor(self.gradient).data_ptr():
+            self.gradient.copy_(found)
+        self.parameter.grad = self.gradient
+
+
+@dataclass
+class Bucket:
+    """A part of the flat buffers, all of one kind.
+
+    parameters, gradients: [size] of one dtype. own: the part of this rank. own_gradients: [size / ranks], after
+    `reduce` the sums over all ranks. decays: weight decay applies (two or more dimensions). sharded: other
+    tensor-parallel ranks hold other elements, not copies.
+    """
+
+    members: list[Member]
+    parameters: Tensor
+    gradients: Tensor
+    own: slice
+    own_gradients: Tensor
+    decays: bool
+    sharded: bool
+
+    @property
+    def own_parameters(self) -> Tensor:
+        """This rank's part of `parameters`, a view."""
+        return self.parameters[self.own]
+
+    def part(self, member: Member, flat: Tensor) -> Tensor:
+        """What `flat` (a value for each element of this rank's part) says about one parameter, without a copy.
+
+        A tensor of the parameter's shape where this rank has all of it, else `Pieces`.
+        """
+        start, stop = max(member.place.start, self.own.start), min(member.place.stop, self.own.stop)
+        held = flat[start - self.own.start : max(start, stop) - self.own.start]
+        local = local_tensor(member.parameter)
+        if not isinstance(member.parameter, DTensor) and held.numel() == local.numel():
+            return held.view(local.shape)
+        offsets = [0] * local.ndim
+        if isinstance(member.parameter, DTensor):
+            (chunk,) = member.parameter.__create_chunk_list__()
+            offsets = chunk.offsets
+        return Pieces.of_flat(held, start - member.place.start, local.shape, member.parameter.shape, offsets)
+
+
+class FlatParameters:
+    """All trainable parameters of a rank as views of flat buffers, one per dtype, and their way over the replicas.
+
+    group: the ranks that hold the same parameters, None = this process alone.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None,
+                 bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Moves the parameters into the buffers. Raises ValueError when there is nothing to train."""
+        self.group = group
+        named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+        if not named:
+            raise ValueError("there is no parameter that needs a gradient, so there is nothing to train")
+        self.buckets = _make_buckets(named, group, bucket_bytes)
+        self._bucket_of = {id(member.parameter): number for number, bucket in enumerate(self.buckets)
+                           for member in bucket.members}
+        self._expected: list[set[int]] = []
+        self._launched = 0
+        self._works: list[Any] = []
+        self._handles: list[Any] = []
+
+    def members(self) -> Iterable[Member]:
+        """All parameters with their places."""
+        return (member for bucket in self.buckets for member in bucket.members)
+
+    @torch.no_grad()
+    def zero_gradients(self) -> None:
+        """Zero all gradients in place and make every `.grad` a view of the buffer."""
+        torch._foreach_zero_([bucket.gradients for bucket in self.buckets])
+        for member in self.members():
+            member.parameter.grad = member.gradient
+
+    def overlap(self, loss: Tensor) -> None:
+        """Reduce buckets while the backward of `loss`, the last one of the step, is running."""
+        if self.group is None:
+            return
+        accumulating = list(_accumulating_nodes(loss))
+        self.expect([parameter for _, parameters in accumulating for parameter in parameters])
+        for node, parameters in accumulating:
+            self._handles.append(node.register_hook(_after(self.ready, parameters)))
+
+    def expect(self, parameters: Sequence[Tensor]) -> None:
+        """Say which gradients the last backward will still add to; `ready` must follow for each."""
+        self._expected = [set() for _ in self.buckets]
+        for parameter in parameters:
+            if id(parameter) in self._bucket_of:
+                self._expected[self._bucket_of[id(parameter)]].add(id(parameter))
+
+    def ready(self, parameters: Sequence[Tensor]) -> None:
+        """Say that these gradients of the step are final; starts to reduce buckets that are complete by it."""
+        for parameter in parameters:
+            if id(parameter) in self._bucket_of:
+                self._expected[self._bucket_of[id(parameter)]].discard(id(parameter))
+        # In order, so that all ranks send the same bucket at the same time whatever each of them finished first.
+        while self._launched < len(self.buckets) and not self._expected[self._launched]:
+            self._launch()
+
+    def reduce(self) -> None:
+        """Sum all gradients over the group: afterwards every bucket's `own_gradients` are final. Once per step."""
+        while self._launched < len(self.buckets):
+            self._launch()
+        for work in self._works:
+            work.wait()
+        for handle in self._handles:
+            handle.remove()
+        self._expected, self._launched, self._works, self._handles = [], 0, [], []
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Give every rank the parts that the others have updated. Work queued afterwards sees all of them."""
+        if self.group is None:
+            return
+        works = [dist.all_gather_into_tensor(bucket.parameters, bucket.own_parameters, group=self.group, async_op=True)
+                 for bucket in self.buckets]
+        for work in works:
+            work.wait()
+
+    @property
+    def launched(self) -> int:
+        """Buckets of this step that are on their way already."""
+        return self._launched
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self._launched]
+        self._launched += 1
+        for member in bucket.members:
+            member.attach()
+        if self.group is not None:
+            self._works.append(dist.reduce_scatter_tensor(
+                bucket.own_gradients, bucket.gradients, group=self.group, async_op=True))
+
+
+def _after(ready: Callable[[Sequence[Tensor]], None], parameters: Sequence[Tensor]) -> Callable[..., None]:
+    return lambda *_: ready(parameters)
+
+
+def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
+    """The autograd nodes behind `loss` that add to parameters' gradients: captured regions, and accumulators."""
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        region = getattr(node, "region", None)
+        if isinstance(region, Region):
+            yield node, [parameter for parameter, _ in region.owned]
+        elif type(node).__name__ == "AccumulateGrad":
+            yield node, [node.variable]  # type: ignore[attr-defined]
+        stack.extend(parent for parent, _ in node.next_functions)
+
+
+def _make_buckets(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, bucket_bytes: int
+                  ) -> list[Bucket]:
+    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    buckets: list[Bucket] = []
+    for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
+        ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
+        most = None if group is None else bucket_bytes // dtype.itemsize
+        plans = plan_buckets([local_tensor(parameter).numel() for _, parameter in ours],
+                             [(parameter.ndim >= 2, is_sharded(parameter)) for _, parameter in ours], ranks, most)
+        device = local_tensor(ours[0][1]).device
+        # Two storages: whoever journals writes to gradients must not have to save the parameters with them.
+        flats = [torch.zeros(sum(plan.size for plan in plans), dtype=dtype, device=device) for _ in range(2)]
+        pieces = [flat.split([plan.size for plan in plans]) for flat in flats]
+        for plan, parameters, gradients in zip(plans, *pieces, strict=True):
+            own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
+            members = [_move(ours[place.index], slice(place.start, place.stop), parameters, gradients)
+                       for place in plan.members]
+            reduced = gradients if group is None else torch.zeros_like(gradients[own])
+            decays, sharded = plan.kind  # type: ignore[misc]
+            buckets.append(Bucket(members, parameters, gradients, own, reduced, decays, sharded))
+    return buckets
+
+
+@torch.no_grad()
+def _move(named: tuple[str, nn.Parameter], place: slice, parameters: Tensor, gradients: Tensor) -> Member:
+    """Let a parameter live in the buffers: the same object, with its present values and gradient."""
+    name, parameter = named
+    local = local_tensor(parameter)
+    home = parameters[place].view(local.shape)
+    home.copy_(local)
+    local.data = home
+    gradient = gradients[place].view(local.shape)
+    if isinstance(parameter, DTensor):
+        gradient = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False,
+                                      shape=parameter.shape, stride=parameter.stride())
+    member = Member(name, parameter, place, gradient)
+    member.attach()
+    return member
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether other ranks of a tensor's mesh hold other elements of it."""
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)

@@ -1,0 +1,99 @@
+"""A small decoder trained on any layout, returning what two runs must agree on."""
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.pack import pack
+from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.train.executor import Executor
+from packgraph.train.optimizer import Optimizer
+from packgraph.train.options import GraphConfig, OptimizerConfig
+from packgraph.train.step import accumulate, count_loss_tokens, own_share
+
+CAPACITIES = (Capacity(16, 2), Capacity(32, 4), Capacity(64, 8))
+COUNTS = (3, 4, 1, 6, 2, 5)  # microbatches of the steps: fewer than replicas, uneven, more than ever before
+
+
+def tiny_config(**changes: Any) -> DenseConfig:
+    return DenseConfig(**({"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4,
+                           "num_kv_heads": 2, "head_dim": 8, "tie_embeddings": True} | changes))
+
+
+def steps_of_packs(steps: int, vocabulary: int = 32) -> Iterator[list[PackedBatch]]:
+    for step in range(steps):
+        draw = random.Random(step)
+        yield [pack([[draw.randrange(vocabulary) for _ in range(draw.randint(2, 20))]
+                     for _ in range(draw.randint(1, 3))], list(CAPACITIES))[0] for _ in range(COUNTS[step % len(COUNTS)])]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The values of all ranks together, as a plain tensor."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+class Run:
+    """One rank's model, optimizer and executor."""
+
+    def __init__(self, mesh: Mesh, *, graphs: bool, granularity: str = "layer", sequence: bool = False,
+                 seed: int = 0, **model: Any) -> None:
+        torch.manual_seed(seed)
+        self.mesh = mesh
+        self.model = DenseModel(tiny_config(**model)).train()
+        if mesh.size("tp") > 1:
+            from packgraph.parallel.tensor import parallelize
+
+            parallelize(self.model, mesh["tp"], sequence=sequence)
+        self.optimizer = Optimizer(self.model.named_parameters(), OptimizerConfig(clip_norm=0.5), mesh)
+        options = GraphConfig(enabled=graphs, capacities=CAPACITIES, granularity=granularity, strict=True)
+        self.executor = Executor(self.model, options, torch.device("cpu"))
+        self.overlapped = 0
+
+    def step(self, number: int, packs: list[PackedBatch], *, overlap: bool = True, set_to_none: bool = False
+             ) -> dict[str, Tensor]:
+        """One optimizer step on this replica's share; loss, norm, gradients and parameters of this rank."""
+        self.executor.before_step(number)
+        if set_to_none:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        else:
+            self.optimizer.zero_grad()
+        share = own_share(packs, self.mesh.size("dp"), self.mesh.place["dp"])
+        loss = accumulate(self.executor.loss, share, torch.device("cpu"), in_flight=number % 3 == 2,
+                          loss_tokens=count_loss_tokens(packs),
+                          before_last=self.optimizer.flat.overlap if overlap else None)
+        self.overlapped += self.optimizer.flat.launched
+        norm = self.optimizer.step(0.02)
+        facts = {"loss": loss, "norm": norm}
+        facts |= {f"gradient {name}": value.clone() for name, value in self.optimizer.gradients().items()}
+        facts |= {f"parameter {name}": whole(value) for name, value in self.model.named_parameters()}
+        return facts | {"random": torch.get_rng_state()}
+
+
+def train(mesh: Mesh | None, *, steps: int = 10, overlap: bool = True, set_to_none: bool = False, **options: Any
+          ) -> dict[str, Any]:
+    """Train `steps` steps. Returns trace (facts of each step), replayed and fallbacks."""
+    run = Run(mesh or single_process(), **options)
+    trace = [run.step(number, packs, overlap=overlap, set_to_none=set_to_none)
+             for number, packs in enumerate(steps_of_packs(steps))]
+    counts = run.executor.counts()
+    run.executor.close()
+    return {"trace": trace, "replayed": counts.replayed, "overlapped": run.overlapped,
+            "buckets": len(run.optimizer.flat.buckets)}
+
+
+def train_both(mesh: Mesh, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same training eagerly and through graphs."""
+    return train(mesh, graphs=False, **options), train(mesh, graphs=True, **options)
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """What differs in two traces, with the step."""
+    return [f"step {step}: {name}" for step, (a, b) in enumerate(zip(left["trace"], right["trace"], strict=True))
+            for name in a if not torch.equal(a[name], b[name])]
