@@ -1,4 +1,4 @@
-"""The command `packgraph`: train, verify, presets.
+"""The command `packgraph`: train, verify, plan, presets.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails (the loss is no
 number, a verification differs) ends with 1. A traceback is shown for our bugs only.
@@ -40,11 +40,17 @@ difference.
 
 Options are those of `packgraph train`."""
 
+PLAN_DESCRIPTION = """Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs:
+slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
+
+    packgraph plan --ranks 4 --chunks 2 --microbatches 8 --svg plan.svg
+    packgraph plan --ranks 2 --microbatches 4 --capacities 1024,2048 --buckets 0,1,0,0"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "verify": _verify, "presets": _presets}
+    commands = {"train": _train, "verify": _verify, "plan": _plan, "presets": _presets}
     if not words or words[0] not in commands:
         return _top_level(words, list(commands))
     return _with_clear_errors(commands[words[0]], words[1:])
@@ -57,6 +63,7 @@ def _top_level(words: list[str], commands: list[str]) -> int:
         epilog="commands:\n"
                "  train PRESET     train a model, for example: packgraph train qwen3-tiny\n"
                "  verify [PRESET]  check that graph and eager training agree bit by bit\n"
+               "  plan             draw a pipeline schedule and count its slots\n"
                "  presets          list the presets\n\n"
                "`packgraph COMMAND --help` explains a command.")
     parser.add_argument("--version", action="version", version=f"packgraph {_version()}")
@@ -182,6 +189,67 @@ def _verify(words: list[str]) -> int:
         reports.append(report)
     print_total(reports, console)
     return 0 if all(report.good for report in reports) else FAILED
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    def numbers(text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected whole numbers such as 1,2,3, got {text!r}") from None
+
+    parser = argparse.ArgumentParser(prog="packgraph plan", description=PLAN_DESCRIPTION, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, required=True, metavar="N", help="microbatches of the step drawn")
+    parser.add_argument("--chunks", type=int, default=1, metavar="N",
+                        help="chunks of the model per rank: 1F1B if 1, interleaved if more (default: 1)")
+    parser.add_argument("--group", type=int, metavar="N",
+                        help="microbatches that a chunk runs before the next chunk's turn (default: ranks)")
+    parser.add_argument("--capacities", type=numbers, default=[], metavar="T,T,...",
+                        help="tokens of each bucket; times are then drawn in proportion")
+    parser.add_argument("--buckets", type=numbers, default=[], metavar="I,I,...",
+                        help="bucket of each microbatch, as index of --capacities (default: the largest for all)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw to this file, whole and in colours")
+    parser.add_argument("--csv", type=Path, metavar="FILE",
+                        help="also write the actions, in the words of torch.distributed.pipelining")
+    return parser
+
+
+def _plan(words: list[str]) -> int:
+    from packgraph.plan.drawing.picture import make_picture, picture_errors
+    from packgraph.plan.drawing.summary import summarize, title
+    from packgraph.plan.drawing.svg import draw_svg
+    from packgraph.plan.drawing.text import draw_text
+    from packgraph.plan.schedule import legal_microbatches, make_schedule
+    from packgraph.plan.schedule_csv import to_csv
+    from packgraph.plan.slots import slot_counts
+
+    try:
+        asked = _plan_parser().parse_args(words)
+    except SystemExit as end:
+        return int(end.code or 0)
+    problems = legal_microbatches(asked.ranks, asked.chunks, asked.group, asked.microbatches)
+    problems += picture_errors(asked.microbatches, asked.capacities, asked.buckets)
+    if problems:
+        return _refuse_plan(problems)
+    schedule = make_schedule(asked.ranks, asked.chunks, asked.microbatches, asked.group)
+    picture, name = make_picture(schedule, asked.capacities, asked.buckets), title(schedule, asked.group)
+    files = {asked.svg: draw_svg(picture, name) if asked.svg else "", asked.csv: to_csv(schedule)}
+    for path, text in files.items():
+        if path is not None:
+            try:
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                return _refuse_plan([f"{path}: cannot be written: {error.strerror}"])
+    print(f"{name}\n{draw_text(picture)}\n{summarize(picture, slot_counts(asked.ranks, asked.chunks, asked.group))}",
+          end="")
+    return 0
+
+
+def _refuse_plan(problems: list[str]) -> int:
+    print("packgraph: error: this schedule cannot be drawn:\n  " + "\n  ".join(problems), file=sys.stderr)
+    return USER_ERROR
 
 
 def _presets(words: list[str]) -> int:

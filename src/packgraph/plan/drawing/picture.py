@@ -49,13 +49,13 @@ def chunk_name(chunk: int) -> str:
     return string.ascii_lowercase[chunk] if chunk < len(string.ascii_lowercase) else f".{chunk}."
 
 
-def picture_errors(schedule: Schedule, capacities: Sequence[int], buckets: Sequence[int]) -> list[str]:
+def picture_errors(microbatches: int, capacities: Sequence[int], buckets: Sequence[int]) -> list[str]:
     """Every reason why these buckets do not fit the schedule; empty when they do."""
     errors = [f"a capacity must have at least 1 token, got {tokens}" for tokens in capacities if tokens < 1]
     if buckets and not capacities:
         errors.append("buckets are indices of capacities: say which capacities there are")
-    if buckets and len(buckets) != schedule.microbatches:
-        errors.append(f"there must be one bucket per microbatch: {schedule.microbatches} microbatches, "
+    if buckets and len(buckets) != microbatches:
+        errors.append(f"there must be one bucket per microbatch: {microbatches} microbatches, "
                       f"{len(buckets)} buckets")
     if capacities:
         errors += [f"microbatch {microbatch}: there is no bucket {bucket}, only 0 to {len(capacities) - 1}"
@@ -70,7 +70,7 @@ def make_picture(schedule: Schedule, capacities: Sequence[int] = (), buckets: Se
     capacities: tokens per bucket. buckets: one index of them per microbatch, default the largest for all.
     Raises ValueError with all reasons when the buckets do not fit, or when the schedule cannot run.
     """
-    errors = picture_errors(schedule, capacities, buckets)
+    errors = picture_errors(schedule.microbatches, capacities, buckets)
     if errors:
         raise ValueError("these buckets do not fit the schedule:\n  - " + "\n  - ".join(errors))
     if capacities and not buckets:

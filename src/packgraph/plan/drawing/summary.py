@@ -16,11 +16,11 @@ def summarize(picture: Picture, slots: tuple[tuple[int, ...], ...]) -> str:
         table.append(cells + ([f"{sum(row) * largest:,}"] if largest else []))
     most, every = max(map(sum, slots)), schedule.chunks * schedule.microbatches
     lines = [*_aligned(table), "",
-             f"steady memory  {_count(most, 'slot')} on the fullest rank, whatever the number of microbatches"
-             + (f": activations of {most * largest:,} tokens in one chunk" if largest else ""),
-             f"               (one per microbatch and chunk would be {every} here)",
+             f"steady memory  {_count(most, 'slot')} on the fullest rank, whatever the number of microbatches",
+             "               " + (f"= activations of {most * largest:,} tokens in one chunk; " if largest else "")
+             + f"one slot per microbatch and chunk would be {every} here",
              f"bubble         {picture.timeline.bubble_share:.1%} of the ranks' time is waiting"
-             f" (a backward taken as twice its forward{', either in proportion to tokens' if largest else ''})"]
+             f" (a backward counts as two forwards{', both by their tokens' if largest else ''})"]
     if picture.buckets:
         lines += [f"{'buckets' if bucket == 0 else '':13}  {bucket}: {tokens:,} tokens, "
                   f"{_count(picture.buckets.count(bucket), 'microbatch', 'es')}"

@@ -27,8 +27,8 @@ def draw_svg(picture: Picture, title: str) -> str:
     rank_height = schedule.chunks * LANE + GAP
     bottom = TOP + schedule.ranks * rank_height
     width = max(LEFT + round(timeline.makespan * UNIT) + 24, 640)
-    # The legend needs a line for what the marks mean, one for the microbatches and one for the buckets.
-    height = bottom + 3 * 24 + 8
+    # The legend has a line for what the marks mean, one for the microbatches and, if need be, one for the buckets.
+    height = bottom + (3 if picture.buckets else 2) * 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" aria-label="{escape(title)}">',
@@ -91,7 +91,7 @@ def _legend(picture: Picture, top: float) -> list[str]:
         parts.append(_text(16 + shown * 46, top + 34, "... colours repeat", "quiet"))
     if buckets:
         named = ", ".join(f"{bucket}: {tokens:,} tokens" for bucket, tokens in enumerate(picture.capacities))
-        parts.append(_text(16, top + 58, f"buckets {named}", "quiet"))
+        parts.append(_text(16, top + 56, f"buckets {named}", "quiet"))
     return parts
 
 
