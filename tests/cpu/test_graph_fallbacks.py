@@ -214,7 +214,8 @@ def test_eager_needs_a_reason():
 
 
 def test_the_key_ignores_values_but_not_shapes():
-    a, b, c = (signature((torch.full((n,), float(v)), {"x": torch.ones(2)}), {"k": 1}, "cpu").key
+    device = torch.device("cpu")
+    a, b, c = (signature((torch.full((n,), float(v)), {"x": torch.ones(2)}), {"k": 1}, device).key
                for n, v in ((3, 0), (3, 1), (4, 0)))
     assert a == b and hash(a) == hash(b) and a != c
 

@@ -19,7 +19,7 @@ from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import LEAVE_OUT, Journal, Watch
 from packgraph.graphs.parameters import Aliases, GradientBuffers, has_hooks, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
-from packgraph.graphs.region import Input, Made, Output, Passed, Region
+from packgraph.graphs.region import Input, Made, Output, Passed, Region, shown_facts
 from packgraph.graphs.slot import Slot
 from packgraph.plan.regions import Run
 from packgraph.plan.stages import State
@@ -34,7 +34,7 @@ class Owned:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor of the build's state lives: a slot buffer (producer None), or output `number` of a region."""
+    """Where a tensor of the build's state lives: slot buffer `number` (producer None), or an output of a region."""
 
     tensor: torch.Tensor
     producer: int | None = None
@@ -48,6 +48,7 @@ class _Forward:
     run: Run
     graph: Graph
     inputs: list[Input]
+    facts: dict[str, Any]
     leaves: list[torch.Tensor]
     origins: list[_Origin]
     outputs: list[torch.Tensor]
@@ -73,13 +74,13 @@ class Variant:
 
 
 class VariantBuild:
-    """One build. observed: numbers of the call's outputs that got gradients in warm-up; empty = not known.
+    """One build. observed: by how many outputs a call has, the numbers of those that got gradients in warm-up.
 
     lends: gradients of the call's inputs are handed out as static memory.
     """
 
     def __init__(self, program: Program, slot: Slot, window: Window, aliases: Aliases, buffers: GradientBuffers,
-                 observed: set[int], journal: Journal, lends: bool) -> None:
+                 observed: dict[int, set[int]], journal: Journal, lends: bool) -> None:
         self.program, self.slot, self.window, self.aliases = program, slot, window, aliases
         self.buffers, self.observed, self.journal = buffers, observed, journal
         self.lends = lends
@@ -97,11 +98,16 @@ class VariantBuild:
         for index, run in enumerate(self.program.runs):
             state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
         ends = []
-        for number, leaf in enumerate(tree_leaves(self.program.end(state))):
+        result = self.program.end(state)
+        check_outputs(result)
+        leaves = tree_leaves(result)
+        observed = self.observed.get(len(leaves))
+        for number, leaf in enumerate(leaves):
             origin = self.origins.get(id(leaf))
             ends.append((origin.producer, origin.number) if origin and origin.producer is not None else None)
-            if not self.observed or number in self.observed:
+            if not observed or number in observed:
                 self._expose(leaf)
+        del result, leaves
         state = {}
         regions = {index: self._capture_backward(index) for index in reversed(self.forwards)}
         return Variant(dict(reversed(regions.items())), ends)
@@ -129,7 +135,9 @@ class VariantBuild:
 
     def _capture_forward(self, index: int, run: Run, state: State) -> State:
         shown, inputs, leaves, origins = self._static_inputs(state)
+        facts = shown_facts(hide_lengths(state))
         versions = [leaf._version for leaf in leaves]
+        torch.clear_autocast_cache()
         with torch.enable_grad():
             graph, result = self.window.capture(lambda: self.program.run(run, shown))
         if versions != [leaf._version for leaf in leaves]:
@@ -138,7 +146,8 @@ class VariantBuild:
         entries, outputs = _describe(result, shown)
         parameters = self._parameters_of(run, outputs, leaves)
         statics = [self.window.static(out) for out in outputs]
-        self.forwards[index] = _Forward(run, graph, inputs, leaves, origins, outputs, statics, entries, parameters)
+        self.forwards[index] = _Forward(run, graph, inputs, facts, leaves, origins, outputs, statics, entries,
+                                        parameters)
         made = self.made[index] = [_leaf(out) for out in outputs]
         for number, tensor in enumerate(made):
             self.origins[id(tensor)] = _Origin(tensor, index, number)
@@ -160,7 +169,8 @@ class VariantBuild:
                 flat[position] = leaf
                 leaves.append(leaf)
                 origins.append(origin)
-                inputs.append(Input(key, position, tensor.shape, buffer, tensor.requires_grad,
+                token = ("slot" if origin.producer is None else origin.producer, origin.number)
+                inputs.append(Input(key, position, token, buffer, tensor.requires_grad,
                                     lend=self.lends or origin.producer is not None))
             shown[key] = tree_unflatten(flat, spec)
         return shown, inputs, leaves, origins
@@ -169,10 +179,10 @@ class VariantBuild:
         """The static home of `tensor`, and the slot buffer if a replay must copy into it."""
         if id(tensor) in self.origins:
             return self.origins[id(tensor)], None
-        buffer = self.slot.buffer(("input", len(self.origins)), tensor)
+        buffer = self.slot.buffer(("input", len(self.alive)), tensor)
         buffer.copy_(tensor.detach())
+        self.origins[id(tensor)] = _Origin(buffer, None, len(self.alive))
         self.alive.append(tensor)
-        self.origins[id(tensor)] = _Origin(buffer)
         return self.origins[id(tensor)], buffer
 
     def _parameters_of(self, run: Run, outputs: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[Any]:
@@ -194,16 +204,20 @@ class VariantBuild:
         pairs = zip(forward.statics, forward.outputs, strict=True)
         outputs = [Output(static, out.requires_grad) for static, out in pairs]
         name = self.program.describe(forward.run)
-        region = Region(index, name, forward.graph, forward.inputs, outputs, forward.entries)
+        region = Region(index, name, forward.graph, forward.inputs, outputs, forward.facts, forward.entries)
         starts, gradients = self._incoming(index, forward, outputs)
         if starts:
             owned, returned = self._classify(forward.parameters)
             leaves = [leaf for leaf in forward.leaves if leaf.requires_grad]
             region.owned = [(self.aliases.parameter_of[id(a)], self._own(a)) for a in owned]
             wanted = [*leaves, *owned, *returned]
-            region.backward, _ = self.window.capture(
-                lambda: torch.autograd.backward(starts, gradients, inputs=wanted))
+            # Autocast ends with the forward: its own operations know what they were cast to.
+            with torch.autocast(self.slot.device.type, enabled=False):
+                region.backward, _ = self.window.capture(
+                    lambda: torch.autograd.backward(starts, gradients, inputs=wanted))
             self._collect(forward, region, owned, returned)
+        for entry in region.inputs:
+            entry.differentiable = entry.gradient is not None
         self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
         self.origins = {key: origin for key, origin in self.origins.items() if origin.producer != index}
         self.made[index], forward.outputs, forward.leaves, forward.origins, forward.statics = [], [], [], [], []
@@ -264,17 +278,11 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached_state(state: State) -> State:
-    """The state cut from the caller's autograd graph; a tensor that occurs twice stays one tensor."""
-    memo: dict[int, torch.Tensor] = {}
+    """The state cut from the caller's autograd graph.
 
-    def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in memo:
-            memo[id(leaf)] = leaf.detach().requires_grad_(leaf.requires_grad)
-        return memo[id(leaf)]
-
-    return tree_map(cut, state)
+    A tensor that occurs twice becomes two: the next call with this key may well pass two different ones.
+    """
+    return tree_map(lambda leaf: _leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
 def _describe(result: State, shown: State) -> tuple[dict[str, Passed | Made], list[torch.Tensor]]:

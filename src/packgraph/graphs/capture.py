@@ -21,6 +21,7 @@ from packgraph.graphs.slot import Slot
 
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
 # where it expected a number raises one of the others. Anything else is not ours to interpret.
+Observed = dict[int, set[int]]
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
@@ -30,16 +31,16 @@ def undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
     journal = Journal()
     generators = backend.generators()
     states = [generator.get_state() for generator in generators]
-    collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
+    collecting = gc.isenabled()
     gc.disable()
-    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
     with torch.no_grad():
         for buffer in module.buffers():
             journal.before_write(buffer)
     try:
         yield journal
     finally:
-        torch.set_autocast_cache_enabled(caching)
+        torch.clear_autocast_cache()
         with torch.no_grad():
             journal.restore()
         for generator, state in zip(generators, states, strict=True):
@@ -48,7 +49,7 @@ def undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
             gc.enable()
 
 
-def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: set[int],
+def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: Observed,
                     lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
@@ -60,7 +61,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         return build.capture(args, kwargs)
 
 
-def rehearse(program: Program, backend: Backend, observed: set[int],
+def rehearse(program: Program, backend: Backend, observed: Observed,
              args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Run forward and backward once, watched, where the backend needs a warm-up before it captures.
 
@@ -75,9 +76,10 @@ def rehearse(program: Program, backend: Backend, observed: set[int],
         return [tensor.detach() for tensor in read]
 
 
-def _run_watched(program: Program, backend: Backend, observed: set[int], journal: Journal, parameters: list[Any],
+def _run_watched(program: Program, backend: Backend, observed: Observed, journal: Journal, parameters: list[Any],
                  args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
     state = detached_state(program.begin(args, kwargs))
+    inputs = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     device = backend.guard_device
     read: dict[int, torch.Tensor] = {}
     with torch.enable_grad():
@@ -94,11 +96,14 @@ def _run_watched(program: Program, backend: Backend, observed: set[int], journal
                     state = program.run(run, state)
         result = program.end(state)
         check_outputs(result)
-        ends = [leaf for number, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, torch.Tensor)
-                and leaf.requires_grad and (not observed or number in observed)]
-        wanted = [p for p in parameters if p.requires_grad]
+        leaves = tree_leaves(result)
+        used = observed.get(len(leaves)) or range(len(leaves))
+        ends = [leaves[number] for number in used if isinstance(leaves[number], torch.Tensor)
+                and leaves[number].requires_grad]
+        wanted = [t for t in [*parameters, *inputs] if t.requires_grad]
         if ends and wanted:
-            with HostReadGuard(device), Watch(journal, refuse=True, device=device):
+            with HostReadGuard(device), Watch(journal, refuse=True, device=device), \
+                    torch.autocast(backend.device_type, enabled=False):
                 torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
     return read.values()
 

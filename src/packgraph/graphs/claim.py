@@ -3,14 +3,17 @@
 An ordinary call claims, runs and forgets. A pipeline holds claims: it receives activations straight into the slot's
 input buffer, gradients straight into its gradient buffer, and keeps the slot until its sends are done.
 """
+import contextlib
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from packgraph.graphs import fallback
 from packgraph.graphs.build import Owned, Variant
+from packgraph.graphs.fallback import Stats
 from packgraph.graphs.program import Program
-from packgraph.graphs.region import replay_region
+from packgraph.graphs.region import Homes, accepts, replay_region
 from packgraph.graphs.slot import Ticket
 from packgraph.plan.stages import State
 
@@ -21,8 +24,8 @@ class Claim:
     lends: outputs are aliases of static memory, valid until the slot is released, instead of clones.
     """
 
-    def __init__(self, program: Program, variant: Variant, ticket: Ticket, lends: bool) -> None:
-        self.program, self.variant, self.ticket, self.lends = program, variant, ticket, lends
+    def __init__(self, program: Program, variant: Variant, ticket: Ticket, lends: bool, stats: Stats) -> None:
+        self.program, self.variant, self.ticket, self.lends, self.stats = program, variant, ticket, lends, stats
 
     def buffer(self, key: str) -> torch.Tensor | None:
         """The slot's memory for the state's entry `key`, if a region reads it from there: filling it saves a copy."""
@@ -42,28 +45,47 @@ class Claim:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replay the call's forward; its backward follows by autograd."""
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.ticket.release)
+            result = self._run(args, kwargs)
+            on_error.pop_all()
+        return result
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self.program.begin(args, kwargs)
-        lent: dict[int, torch.Tensor] = {}
+        homes = Homes()
+        was_eager = False
         for index, run in enumerate(self.program.runs):
-            if run.captured:
-                state = replay_region(self.variant.regions[index], state, self.ticket, lent)
+            region = self.variant.regions.get(index)
+            if region is not None and was_eager and not accepts(region, state, homes):
+                self.stats.fallbacks[fallback.OTHER_STATE] += 1
+                region = None
+            if region is None:
+                state = self.program.run(run, _own_copies(state, homes))
             else:
-                state = self.program.run(run, _own_copies(state, lent))
+                state = replay_region(region, state, self.ticket, homes)
+            was_eager = region is None
         result = self.program.end(state)
-        if self.lends:
-            return result
-        return tree_map(lambda leaf: leaf.clone() if id(leaf) in lent else leaf, result)
+        return result if self.lends else tree_map(lambda leaf: _left(leaf, homes), result)
 
 
-def _own_copies(state: State, lent: dict[int, torch.Tensor]) -> State:
+def _left(leaf: Any, homes: Homes) -> Any:
+    """What leaves the call: never static memory, nor a view of it."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and homes.shares(leaf) else leaf
+
+
+def _own_copies(state: State, homes: Homes) -> State:
     """The state for an eager stage: differentiable static tensors are cloned, since autograd may keep them."""
     clones: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
-        if id(leaf) not in lent or not leaf.requires_grad:
+        if not homes.is_alias(leaf) or not leaf.requires_grad:
             return leaf
         if id(leaf) not in clones:
-            clones[id(leaf)] = leaf.clone()
+            clone, token = leaf.clone(), homes.token(leaf)
+            if token is not None:
+                homes.note(clone, token, alias=False)
+            clones[id(leaf)] = clone
         return clones[id(leaf)]
 
     return tree_map(own, state)

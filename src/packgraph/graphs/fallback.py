@@ -17,6 +17,9 @@ NO_SLOT = "no free slot"
 CAPTURE_FAILED = "capture failed"
 TOO_MANY_KEYS = "too many different call signatures"
 CLOSED = "closed"
+OTHER_STATE = "an eager stage made another state than at capture (one region)"
+SAVED_TENSOR_HOOKS = "saved-tensor hooks are active (checkpoint or offload around the module)"
+NO_KEY = "an argument cannot be part of a key"
 
 
 @contextlib.contextmanager

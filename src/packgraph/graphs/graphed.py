@@ -3,7 +3,9 @@
 A call goes one way: is there a reason to run eagerly? which key is it? is a slot free, with this key captured? capture
 it if not; copy in, replay, clone out. Every branch that ends in eager execution is counted under its reason.
 """
+import contextlib
 import copy
+import threading
 import time
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
@@ -81,7 +83,8 @@ class GraphedModule(torch.nn.Module):
         self._buffers_of_gradients = GradientBuffers()
         self._fingerprint: Fingerprint | None = None
         self._warm_calls_left = warmup
-        self._observed: set[int] = set()
+        self._observed: dict[int, set[int]] = {}
+        self._lock = threading.RLock()
         self._rehearsed: dict[Hashable, list[torch.Tensor]] = {}
         self._failed: set[Hashable] = set()
         self._closed = False
@@ -129,7 +132,13 @@ class GraphedModule(torch.nn.Module):
         reason = self._reason_for_eager(args, kwargs)
         if reason is not None:
             return reason
-        call = signature(args, kwargs, self._backend.device_type)
+        with self._lock:
+            return self._claim(args, kwargs)
+
+    def _claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
+        call = signature(args, kwargs, self.device)
+        if call is None:
+            return fallback.NO_KEY
         if call.key in self._failed:
             return fallback.CAPTURE_FAILED
         self._check_fingerprint()
@@ -138,15 +147,17 @@ class GraphedModule(torch.nn.Module):
         ticket = self._slots.acquire(call.key)
         if ticket is None:
             return fallback.NO_SLOT
-        try:
-            variant = self._variant(call, ticket.slot, args, kwargs)
-        except CaptureError as error:
-            ticket.release()
-            self._failed.add(call.key)
-            self._complain(error)
-            return fallback.CAPTURE_FAILED
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(ticket.release)
+            try:
+                variant = self._variant(call, ticket.slot, args, kwargs)
+            except CaptureError as error:
+                self._failed.add(call.key)
+                self._complain(error)
+                return fallback.CAPTURE_FAILED
+            on_error.pop_all()
         self.stats.replayed += 1
-        return Claim(self._program, variant, ticket, self.lends)
+        return Claim(self._program, variant, ticket, self.lends, self.stats)
 
     def has_free_slot(self) -> bool:
         """Whether a claim would find a slot now."""
@@ -171,7 +182,13 @@ class GraphedModule(torch.nn.Module):
         module's `slots`, or one. Changes no training state. Failures are treated as in a call.
         """
         self._check_fingerprint()
-        calls = [(signature(args, {}, self._backend.device_type), args) for args in samples]
+        calls = []
+        for args in samples:
+            call = signature(args, {}, self.device)
+            if call is None:
+                raise ValueError("a sample to build graphs for has an argument that cannot be part of a key: pass "
+                                 f"tensors on {self.device}, packed batches and constants")
+            calls.append((call, args))
         calls.sort(key=lambda pair: pair[0].nbytes, reverse=True)
         tickets = self._slots.reserve(slots or self._slots.limit or 1)
         try:
@@ -186,9 +203,7 @@ class GraphedModule(torch.nn.Module):
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""
         self._closed = True
-        for slot in self._slots.all:
-            slot.clear()
-        self._slots = Slots(self._backend, self.device, self._slots.limit)
+        self._slots.clear()
 
     def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
         try:
@@ -212,6 +227,8 @@ class GraphedModule(torch.nn.Module):
             self._refuse_late_hooks()
         if self._refusal is not None:
             return self._refusal.reason
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+            return fallback.SAVED_TENSOR_HOOKS
         reason = undeclared(args, kwargs, self.capacities)
         if reason is None and self._warm_calls_left > 0:
             self._warm_calls_left -= 1
@@ -227,9 +244,14 @@ class GraphedModule(torch.nn.Module):
         self.stats.fallbacks[reason] += 1
         result = self.module(*args, **kwargs)
         if reason == fallback.WARM_UP:
-            for number, leaf in enumerate(tree_flatten(result)[0]):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                    leaf.register_hook(lambda _, number=number: self._observed.add(number))
+            leaves = tree_flatten(result)[0]
+            seen = self._observed.setdefault(len(leaves), set())
+            for number, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    if leaf.is_leaf:
+                        seen.add(number)
+                    else:
+                        leaf.register_hook(lambda _, number=number: seen.add(number))
         return result
 
     def _check_fingerprint(self) -> None:
@@ -242,7 +264,7 @@ class GraphedModule(torch.nn.Module):
             if self.strict:
                 raise error
             warnings.warn(f"capturing again: {error}", PackgraphWarning, stacklevel=4)
-            self.stats.recaptures["module changed"] += sum(slot.clear() for slot in self._slots.all)
+            self.stats.recaptures["module changed"] += self._slots.clear()
             self._buffers_of_gradients = GradientBuffers()
             self._failed.clear()
             self._rehearsed.clear()

@@ -78,24 +78,38 @@ class GradientBuffers:
 
     @staticmethod
     @torch.no_grad()
-    def attach(owned: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+    def attach(owned: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Make each buffer its parameter's `.grad` before a backward graph adds to it.
 
         A gradient set to None gets its buffer back, zeroed; a gradient made elsewhere (by an eager microbatch or by
-        the user) is copied into the buffer, so that nothing accumulated so far is lost.
+        the user) is copied into the buffer, so that nothing accumulated so far is lost. A gradient that is part of a
+        larger storage belongs to someone who reads it there: it stays `.grad`, and is returned with its buffer for
+        `give_back`.
         """
-        cleared = []
+        cleared, kept = [], []
         for parameter, buffer in owned:
             grad = parameter.grad
             if grad is buffer:
                 continue
-            if grad is None:
-                cleared.append(local_tensor(buffer))
-            elif local_tensor(grad).data_ptr() != local_tensor(buffer).data_ptr():
+            if grad is not None and local_tensor(grad).data_ptr() != local_tensor(buffer).data_ptr():
                 buffer.copy_(grad)
+                local = local_tensor(grad)
+                if local.untyped_storage().nbytes() > local.numel() * local.element_size():
+                    kept.append((grad, buffer))
+                    continue
+            elif grad is None:
+                cleared.append(local_tensor(buffer))
             parameter.grad = buffer
         if cleared:
             torch._foreach_zero_(cleared)
+        return kept
+
+    @staticmethod
+    @torch.no_grad()
+    def give_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """After the backward graph: copy buffers to the gradients that stayed in place."""
+        for grad, buffer in kept:
+            grad.copy_(buffer)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class _Node(NamedTuple):
     spec: Any
     outputs: list[_Operand | None]
     kinds: list[str]
+    grad_mode: bool = False
 
 
 class _Recording(TorchDispatchMode):
@@ -87,7 +88,7 @@ class _Recording(TorchDispatchMode):
                 window.own(out)
             outputs.append(window.operand(out) if kinds[-1] == "new" else None)
         if mutates or "new" in kinds or "work" in kinds:
-            self.nodes.append(_Node(func, operands, spec, outputs, kinds))
+            self.nodes.append(_Node(func, operands, spec, outputs, kinds, torch.is_grad_enabled()))
         window.clock += 1
         return result
 
@@ -118,17 +119,18 @@ class RecorderGraph:
 
     def __init__(self, nodes: list[_Node]) -> None:
         self.nodes = nodes
-        self.program: list[tuple[Any, Any, Any, list[Any], list[str]]] | None = None
+        self.program: list[tuple[Any, Any, Any, list[Any], list[str], bool]] | None = None
 
     def bind(self, window: "RecorderWindow") -> None:
         """Replace operands by tensors on the pool's memory."""
         program: list[Any] = []
         for node in self.nodes:
             if node.spec is None:
-                program.append((node.function, None, None, [], []))
+                program.append((node.function, None, None, [], [], False))
                 continue
             args, kwargs = tree_unflatten([window.resolve(o) for o in node.operands], node.spec)
-            program.append((node.function, args, kwargs, [window.resolve(o) for o in node.outputs], node.kinds))
+            outputs = [window.resolve(o) for o in node.outputs]
+            program.append((node.function, args, kwargs, outputs, node.kinds, node.grad_mode))
         self.program, self.nodes = program, []
 
     @torch.no_grad()
@@ -136,11 +138,18 @@ class RecorderGraph:
         """Run the program on its static memory."""
         if self.program is None:
             raise RuntimeError("this graph was reset or its capture has not finished")
+        with torch.autocast("cpu", enabled=False):
+            self._replay(self.program)
+
+    def _replay(self, program: list[Any]) -> None:
         pending: list[Any] = []
-        for function, args, kwargs, outputs, kinds in self.program:
+        for function, args, kwargs, outputs, kinds, grad_mode in program:
             if args is None:
                 _host_step(function, pending)
                 continue
+            if grad_mode != torch.is_grad_enabled():
+                # Some operations (LSTM) make what their backward needs only in grad mode. No operand needs a gradient.
+                torch._C._set_grad_enabled(grad_mode)
             result = function(*args, **kwargs)
             if "new" not in kinds and "work" not in kinds:
                 continue

@@ -10,30 +10,69 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.parameters import GradientBuffers
 from packgraph.graphs.slot import Ticket
 from packgraph.plan.stages import State
 
+Token = tuple[Any, ...]
+
 
 @dataclass
 class Input:
     """A tensor that a region reads: leaf `leaf` of `state[key]`.
 
-    buffer: slot memory it is copied into at every replay, or None when its pointer is baked. differentiable: autograd
-    wants its gradient. gradient: where the backward graph leaves it. lend: hand the gradient out as an alias of static
-    memory (its only reader is an earlier region of this slot) instead of a clone.
+    token: names its static memory. buffer: slot memory it is copied into at every replay, or None when its pointer is
+    baked (an earlier region made or received it). differentiable: autograd wants its gradient. gradient: where the
+    backward graph leaves it. lend: hand the gradient out as an alias of static memory (its only reader is an earlier
+    region of this slot) instead of a clone.
     """
 
     key: str
     leaf: int
-    shape: torch.Size
+    token: Token
     buffer: torch.Tensor | None
     differentiable: bool
     lend: bool
     gradient: Static | None = None
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a tensor of the running call lives in static memory, as of its version then. alias: it is that memory."""
+
+    tensor: torch.Tensor
+    token: Token
+    version: int
+    alias: bool
+
+
+class Homes:
+    """The static homes of a call's tensors, by identity."""
+
+    def __init__(self) -> None:
+        self._homes: dict[int, Home] = {}
+
+    def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
+        """`tensor` has the contents of the static memory `token`."""
+        self._homes[id(tensor)] = Home(tensor, token, tensor._version, alias)
+
+    def token(self, tensor: torch.Tensor) -> Token | None:
+        """The static memory with `tensor`'s contents, unless it was written to since."""
+        home = self._homes.get(id(tensor))
+        return home.token if home is not None and home.version == tensor._version else None
+
+    def is_alias(self, tensor: Any) -> bool:
+        """Whether `tensor` is static memory itself."""
+        home = self._homes.get(id(tensor))
+        return home is not None and home.alias
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` may be a view of static memory."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(h.alias and h.tensor.untyped_storage().data_ptr() == storage for h in self._homes.values())
 
 
 @dataclass
@@ -42,18 +81,24 @@ class Output:
 
     static: Static
     differentiable: bool
-    incoming: Any = None
+    incoming: Static | None = None
 
 
 @dataclass
 class Region:
-    """The graphs of one region in one variant. entries: per key of the result state, how to make its value."""
+    """The graphs of one region in one variant.
+
+    facts: what captured code could see of the state it was captured with. entries: per key of the result state, how
+    to make its value. owned: parameters whose gradient the backward graph adds to the given buffer. returned:
+    parameters whose gradient goes through autograd.
+    """
 
     number: int
     name: str
     forward: Graph
     inputs: list[Input]
     outputs: list[Output]
+    facts: dict[str, tuple[TreeSpec, list[Any]]]
     entries: dict[str, "Passed | Made"]
     backward: Graph | None = None
     owned: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
@@ -82,11 +127,34 @@ class Made:
     leaves: tuple[tuple[str, Any], ...]
 
 
-def stage_inputs(region: Region, state: State) -> list[torch.Tensor]:
-    """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in order.
+def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
+    """Everything but values that captured code can see of a state: structure, tensors' metadata, constants."""
+    return {key: (spec, [_fact(leaf) for leaf in leaves])
+            for key, (leaves, spec) in ((key, tree_flatten(value)) for key, value in state.items())}
 
-    Raises RuntimeError when an eager stage hands over another shape than at capture.
+
+def _fact(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return type(leaf), leaf
+
+
+def accepts(region: Region, state: State, homes: Homes) -> bool:
+    """Whether a state that came through eager code is what the region was captured for.
+
+    An eager stage may do what it likes, so its results are compared in all that is baked: structure, constants, shapes,
+    and the identity of tensors whose pointer is baked.
     """
+    if shown_facts(state) != region.facts:
+        return False
+    for entry in region.inputs:
+        if entry.buffer is None and homes.token(tree_leaves(state[entry.key])[entry.leaf]) != entry.token:
+            return False
+    return True
+
+
+def stage_inputs(region: Region, state: State, homes: Homes) -> list[torch.Tensor]:
+    """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in order."""
     wanted: list[torch.Tensor] = []
     key: str | None = None
     leaves: list[torch.Tensor] = []
@@ -96,30 +164,27 @@ def stage_inputs(region: Region, state: State) -> list[torch.Tensor]:
             leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
         tensor = leaves[entry.leaf]
         if entry.buffer is not None:
-            if tensor.shape != entry.shape:
-                raise RuntimeError(
-                    f"{region.name} was captured for {entry.key!r} of shape {tuple(entry.shape)}, but the stage before "
-                    f"it now made {tuple(tensor.shape)}: shapes before a captured stage must be static; leave this "
-                    "stage out of the scope, or run the call under packgraph.eager(...)")
             if tensor.data_ptr() != entry.buffer.data_ptr():
                 entry.buffer.copy_(tensor.detach())
+            homes.note(tensor, entry.token, alias=False)
         if entry.differentiable:
             wanted.append(tensor)
     return wanted
 
 
-def replay_region(region: Region, state: State, ticket: Ticket, lent: dict[int, torch.Tensor]) -> State:
-    """Replay the forward graph and return the next state; outputs that alias static memory are added to `lent`."""
-    wanted = stage_inputs(region, state)
-    if region.backward is None:
-        region.forward.replay()
-        made = tuple(output.static.tensor.detach() for output in region.outputs)
-    else:
-        ticket.pending.add(region.number)
+def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) -> State:
+    """Replay the forward graph and return the next state; its outputs alias static memory and are noted in `homes`."""
+    wanted = stage_inputs(region, state, homes)
+    if any(output.differentiable for output in region.outputs):
+        if region.backward is not None:
+            ticket.pending.add(region.number)
         parameters = [parameter for parameter, _ in region.returned]
         made = _Replay.apply(region.anchor, region, ticket, *wanted, *parameters)
-    for tensor in made:
-        lent[id(tensor)] = tensor
+    else:
+        region.forward.replay()
+        made = tuple(output.static.tensor.detach() for output in region.outputs)
+    for number, tensor in enumerate(made):
+        homes.note(tensor, (region.number, number), alias=True)
     return {key: _entry(entry, state, made) for key, entry in region.entries.items()}
 
 
@@ -146,7 +211,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, region: Region, ticket: Ticket, *inputs: torch.Tensor) -> Any:
-        ctx.region, ctx.ticket = region, ticket
+        ctx.region, ctx.ticket, ctx.versions = region, ticket, _versions(region)
         ctx.set_materialize_grads(False)
         region.forward.replay()
         made = tuple(output.static.tensor.detach() for output in region.outputs)
@@ -157,31 +222,65 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         region, ticket = ctx.region, ctx.ticket
+        entries = [entry for entry in region.inputs if entry.differentiable]
+        nothing = (None,) * (3 + len(entries) + len(region.returned))
+        if all(gradient is None for gradient in gradients):
+            return nothing
+        _refuse_partial_backward(region)
+        if ctx.versions != _versions(region):
+            raise RuntimeError(f"a parameter of {region.name} was changed in place between forward and backward: the "
+                               "backward graph would use its new value. Step the optimizer after the last backward")
+        _check_gradients(region, gradients)
         ticket.start_backward(region.number)
         _stage_gradients(region, gradients)
-        GradientBuffers.attach(region.owned)
+        kept = GradientBuffers.attach(region.owned)
         region.backward.replay()
-        results: list[torch.Tensor | None] = []
-        for entry in region.inputs:
-            if entry.differentiable:
-                gradient = entry.gradient.tensor if entry.gradient is not None else None
-                results.append(gradient if gradient is None or entry.lend else gradient.clone())
+        GradientBuffers.give_back(kept)
+        results = [_handed_out(entry) for entry in entries]
         results += [static.tensor.clone() for _, static in region.returned]
         ticket.finish_backward(region.number)
         return None, None, None, *results
 
 
+def _handed_out(entry: Input) -> torch.Tensor | None:
+    if entry.gradient is None:
+        return None
+    return entry.gradient.tensor if entry.lend else entry.gradient.tensor.clone()
+
+
+def _versions(region: Region) -> int:
+    """Changes whenever a parameter of the region is written to."""
+    return sum(p._version for p, _ in region.owned) + sum(p._version for p, _ in region.returned)
+
+
+def _refuse_partial_backward(region: Region) -> None:
+    """Raise RuntimeError under autograd.grad and backward(inputs=...): they must not touch `.grad`, but graphs do."""
+    if not region.owned:
+        return
+    node = torch.autograd.graph.get_gradient_edge(region.anchor).node
+    if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "autograd.grad or backward(inputs=...) through a captured module: its graphs add the gradients of its "
+            "parameters to .grad, which these calls must not do. Use loss.backward(), or run the call under "
+            "packgraph.eager(...)")
+
+
+def _check_gradients(region: Region, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    """Raise RuntimeError for a gradient that the backward graph has no place for."""
+    for number, (output, gradient) in enumerate(zip(region.outputs, gradients, strict=True)):
+        if output.incoming is None and gradient is not None and output.differentiable:
+            raise RuntimeError(
+                f"output {number} of {region.name} gets a gradient now, but no warm-up step used it, so its "
+                "backward was not captured. Use it in the loss during warm-up too, or run calls that need it under "
+                "packgraph.eager(...)")
+
+
 def _stage_gradients(region: Region, gradients: tuple[torch.Tensor | None, ...]) -> None:
     """Put the incoming gradients where the backward graph reads them; zeros for those that did not come."""
-    for number, (output, gradient) in enumerate(zip(region.outputs, gradients, strict=True)):
+    for output, gradient in zip(region.outputs, gradients, strict=True):
         if output.incoming is None:
-            if gradient is not None and output.differentiable:
-                raise RuntimeError(
-                    f"output {number} of {region.name} gets a gradient now, but no warm-up step used it, so its "
-                    "backward was not captured. Use it in the loss during warm-up too, or run calls that need it under "
-                    "packgraph.eager(...)")
             continue
-        target = output.incoming.tensor if hasattr(output.incoming, "tensor") else output.incoming
+        target = output.incoming.tensor
         if gradient is None:
             target.zero_()
         elif gradient.data_ptr() != target.data_ptr():

@@ -1,8 +1,9 @@
 """The key of a call: everything that Python branches on or that a launch bakes.
 
-Tensors count by shape, dtype, device and whether they need a gradient; their values are data and never part of the
-key. Everything else among the arguments (numbers, strings, capacities, optional arguments left out) counts by value.
+Tensors count by shape, dtype, memory layout and whether they need a gradient; their values are data and never part of
+the key. Constants among the arguments (numbers, strings, capacities, optional arguments left out) count by value.
 """
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,12 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs import fallback
+from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size,
+             Capacity)
 
 
 class _Structure:
@@ -41,24 +46,35 @@ def modes(device_type: str) -> tuple[Any, ...]:
     autocast = torch.is_autocast_enabled(device_type)
     return (
         torch.get_autocast_dtype(device_type) if autocast else None,
+        autocast and torch.is_autocast_cache_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
     )
 
 
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Signature:
-    """The signature of a call. Raises TypeError for an argument that cannot be part of a key (unhashable)."""
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Signature | None:
+    """The signature of a call, or None when an argument cannot be part of a key.
+
+    Only tensors on `device` and plain constants can: the contents of any other object could change unseen.
+    """
     leaves, spec = tree_flatten((args, kwargs))
     facts: list[Any] = []
     nbytes = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            facts.append((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad))
+            if leaf.device != device or leaf.layout != torch.strided:
+                return None
+            facts.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, own_strides(leaf)))
             nbytes += leaf.numel() * leaf.element_size()
+        elif isinstance(leaf, CONSTANTS):
+            facts.append((type(leaf), leaf.hex() if isinstance(leaf, float) else leaf))
         else:
-            hash(leaf)
-            facts.append((type(leaf), leaf))
-    return Signature((_Structure(spec), tuple(facts), modes(device_type)), nbytes)
+            return None
+    return Signature((_Structure(spec), tuple(facts), modes(device.type)), nbytes)
 
 
 def _batches(args: Any) -> list[PackedBatch]:

@@ -7,13 +7,13 @@ exclude each other, because one microbatch owns the slot from its first forward 
 share the pool and the buffers, and memory is that of the largest. A larger variant than any before makes room by
 dropping the others: they are captured again at their next use.
 """
-import itertools
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from packgraph.graphs.backend import Backend, Pool
+from packgraph.graphs.strides import contiguous_strides, own_strides
 
 
 class Slot:
@@ -25,6 +25,7 @@ class Slot:
         self.variants: dict[Hashable, Any] = {}
         self.largest = 0
         self.outgrown = False
+        self.retired = False
         self._buffers: dict[Hashable, torch.Tensor] = {}
 
     def buffer(self, role: Hashable, like: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,8 @@ class Slot:
             kept = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=self.device)
             self._buffers[role] = kept
         whole = torch.empty(0, dtype=like.dtype, device=self.device)
-        return whole.set_(kept.untyped_storage(), 0, tuple(like.shape), contiguous_strides(like.shape))
+        strides = own_strides(like) or contiguous_strides(like.shape)
+        return whole.set_(kept.untyped_storage(), 0, tuple(like.shape), strides)
 
     def make_room(self, nbytes: int) -> int:
         """Drop all variants if `nbytes` of arguments are more than the slot has ever held; how many were dropped."""
@@ -77,12 +79,6 @@ class Slot:
             kept.fill_(0xFF)
 
 
-def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Row-major strides of `shape`."""
-    sizes = [max(1, size) for size in reversed(shape)]
-    return tuple(reversed(list(itertools.accumulate([1, *sizes[:-1]], lambda a, b: a * b)))) if shape else ()
-
-
 class Slots:
     """The slots of one graphed module, handed out by a free list.
 
@@ -108,9 +104,22 @@ class Slots:
 
     def release(self, slot: Slot) -> None:
         """Return a slot. Raises RuntimeError when it is free already: two microbatches believed they owned it."""
+        if slot.retired:
+            slot.clear()
+            return
         if any(free is slot for free in self._free):
             raise RuntimeError(f"slot {slot.index} was released twice")
         self._free.append(slot)
+
+    def clear(self) -> int:
+        """Free all slots; those in flight when their microbatch is done. How many variants are gone."""
+        dropped = sum(len(slot.variants) for slot in self.all)
+        for slot in self._free:
+            slot.clear()
+        for slot in self.all:
+            slot.retired = True
+        self.all, self._free = [], []
+        return dropped
 
     def has_free(self) -> bool:
         """Whether `acquire` would find a slot now."""
@@ -149,8 +158,10 @@ class Ticket:
         if self.released or region not in self.pending:
             raise RuntimeError(
                 "backward through a captured region a second time: its saved activations are gone after the first "
-                "(retain_graph=True has no effect on graphs). Call the module again, or run it under "
-                "packgraph.eager(...)")
+                "(retain_graph=True has no effect on graphs, and outputs of one call need one common backward). Add "
+                "the losses before backward, call the module again, or run it under packgraph.eager(...)")
+        # Later regions were captured to go first: what follows here may reuse their saved activations.
+        self.pending = {other for other in self.pending if other <= region}
 
     def finish_backward(self, region: int) -> None:
         """Note that `region` is done; the last one releases the slot."""

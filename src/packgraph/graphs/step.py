@@ -55,7 +55,7 @@ class GraphedStep:
     def __init__(self, modules: Sequence[torch.nn.Module], run: Step, backend: Backend, device: torch.device,
                  limit: int = MAX_STEP_KEYS) -> None:
         self.modules, self.run, self.limit = torch.nn.ModuleList(modules), run, limit
-        self._backend = backend
+        self._backend, self._device = backend, device
         self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
         self._fingerprint: Fingerprint | None = None
@@ -65,18 +65,21 @@ class GraphedStep:
     def __call__(self, *args: Any) -> torch.Tensor:
         """One step. Returns what `run` returns; gradients are added to `.grad`."""
         reason = fallback.bypass_reason()
-        key = signature(args, {}, self._backend.device_type).key
+        call = signature(args, {}, self._device)
+        if reason is None and call is None:
+            reason = fallback.NO_KEY
         if reason is None and not self.ready(*args):
-            reason = fallback.CAPTURE_FAILED if key in self._failed else fallback.TOO_MANY_KEYS
-        if reason is not None:
-            self.stats.fallbacks[reason] += 1
+            reason = fallback.CAPTURE_FAILED if call and call.key in self._failed else fallback.TOO_MANY_KEYS
+        if reason is not None or call is None:
+            self.stats.fallbacks[reason or fallback.NO_KEY] += 1
             return self.run(*args)
-        variant: StepVariant = self._slot.variants[key]
+        variant: StepVariant = self._slot.variants[call.key]
         tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]
         for buffer, tensor in zip(variant.inputs, tensors, strict=True):
             buffer.copy_(tensor)
-        GradientBuffers.attach(variant.owned)
+        kept = GradientBuffers.attach(variant.owned)
         variant.graph.replay()
+        GradientBuffers.give_back(kept)
         self.stats.replayed += 1
         return variant.result.tensor.clone()
 
@@ -85,7 +88,9 @@ class GraphedStep:
 
         With communication inside `run` this is collective: every rank must ask for the same step.
         """
-        call = signature(args, {}, self._backend.device_type)
+        call = signature(args, {}, self._device)
+        if call is None:
+            return False
         if self._fingerprint is not None and self._fingerprint.changed() is not None:
             self.stats.recaptures["module changed"] += self._slot.clear()
             self._fingerprint, self._buffers = None, GradientBuffers()
