@@ -1,0 +1,326 @@
+"""Calls that once gave wrong numbers: what is baked must be in the key, checked, or refused."""
+import threading
+import warnings
+
+import pytest
+import torch
+from graphkit import make_toy, toy_inputs, toy_loss
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs.graphed import graph
+from packgraph.plan.stages import Stage, run_stages
+
+
+class One(nn.Module):
+    """A linear layer and a function of it."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.function = nn.Linear(4, 4), function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+class Three(nn.Module):
+    """Captured `attn` and `mlp` with one eager stage between them."""
+
+    def __init__(self, between, last=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between, self.last = between, last
+
+    def begin(self, x):
+        return {"x": x}
+
+    def stages(self):
+        return [Stage("attn", 0, lambda s: {**s, "x": self.first(s["x"]), "index": s["x"].argmax(-1)}),
+                Stage("moe_dispatch", 0, lambda s: self.between(self, s)), Stage("mlp", 0, self.finish)]
+
+    def finish(self, state):
+        out = self.second(state["x"]) * state.get("n", 1)
+        return {**state, "out": out + state["extra"].sum() if "extra" in state else out}
+
+    def end(self, state):
+        return state["out"]
+
+    def forward(self, x):
+        return run_stages(self, x)
+
+
+def partial(module):
+    return graph(module, scope=["attn", "mlp"], warmup=0)
+
+
+def test_two_arguments_that_were_one_tensor_at_capture():
+    eager, graphed = (wrap(One(lambda m, a, b: (m.linear(a) * b).sum())) for wrap in (lambda m: m, graph))
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    for pair in ((x, x), (x, x), (x, x), (x, y), (y, x)):
+        assert torch.equal(graphed(*pair), eager(*pair))
+    assert graphed.stats.replayed == 3 and graphed.stats.captured == 1
+
+
+def drops_the_tensor(m, s, calls):
+    return s if calls < 2 else {**s, "x": s["x"] * 2}
+
+
+def writes_a_host_number(m, s, calls):
+    return {**s, "n": calls + 1}
+
+
+def starts_to_need_a_gradient(m, s, calls):
+    return {**s, "extra": m.first.weight.detach().requires_grad_(calls >= 2)}
+
+
+def changes_dtype(m, s, calls):
+    return {**s, "extra": torch.ones(3, dtype=torch.float64 if calls >= 2 else torch.float32)}
+
+
+def changes_in_place(m, s, calls):
+    if calls >= 2:
+        with torch.no_grad():
+            s["x"].mul_(2)
+    return s
+
+
+@pytest.mark.parametrize("stage", [drops_the_tensor, writes_a_host_number, starts_to_need_a_gradient, changes_dtype,
+                                   changes_in_place], ids=lambda stage: stage.__name__)
+def test_an_eager_stage_that_changes_its_mind_is_seen(stage):
+    def make():
+        calls = []
+
+        def between(module, state):
+            result = stage(module, state, max(0, len(calls) - first))
+            calls.append(1)
+            return result
+
+        return Three(between), calls
+
+    def loop(model, calls):
+        torch.manual_seed(1)
+        outs = []
+        for _ in range(5):
+            out = model(torch.randn(3, 4))
+            out.sum().backward()
+            outs.append(out.detach())
+        return [*outs, *(p.grad for p in model.parameters())]
+
+    first = 0
+    expected = loop(*make())
+    first = 1  # the capture has called the eager stage once more
+    model, calls = make()
+    graphed = partial(model)
+    got = loop(graphed, calls)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert graphed.stats.fallbacks["an eager stage made another state than at capture (one region)"] >= 3
+
+
+def test_what_an_eager_stage_keeps_or_returns_does_not_change_later():
+    class Returns(Three):
+        def end(self, state):
+            return state["out"], state["view"]
+
+    graphed = partial(Returns(lambda m, s: {**s, "view": s["index"][:2]}))
+    kept = [graphed(torch.randn(3, 4))[1] for _ in range(4)]
+    copies = [view.clone() for view in kept]
+    for _ in range(3):
+        graphed(torch.randn(3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+@pytest.mark.parametrize("call", [
+    lambda loss, x, m: torch.autograd.grad(loss, [x]),
+    lambda loss, x, m: loss.backward(inputs=[x]),
+], ids=["autograd.grad", "backward(inputs=)"])
+def test_partial_backwards_are_refused_and_leave_gradients_alone(call):
+    graphed = graph(One(lambda m, a: m.linear(a).tanh()), warmup=0)
+    x = torch.randn(3, 4, requires_grad=True)
+    loss = graphed(x).sum()
+    with pytest.raises(RuntimeError, match=r"packgraph\.eager"):
+        call(loss, x, graphed)
+    assert graphed.linear.weight.grad is None
+
+
+def test_checkpoint_around_a_graphed_module_runs_it_eagerly():
+    def loop(model):
+        torch.manual_seed(1)
+        for _ in range(4):
+            x = torch.randn(3, 4, requires_grad=True)
+            checkpoint(lambda v: torch.tanh(model(v) * 2).sum(), x, use_reentrant=False).backward()
+        return [p.grad for p in model.parameters()]
+
+    make = lambda: One(lambda m, a: m.linear(a).tanh())  # noqa: E731
+    graphed = graph(make(), warmup=0)
+    assert all(torch.equal(a, b) for a, b in zip(loop(make()), loop(graphed), strict=True))
+    assert list(graphed.stats.fallbacks) == [
+        "saved-tensor hooks are active (checkpoint or offload around the module)"]
+
+
+def part_without_autocast(m, a):
+    hidden = m.linear(a)
+    with torch.autocast("cpu", enabled=False):
+        return (hidden.float() @ m.linear.weight).pow(2).mean()
+
+
+def weight_used_twice(m, a):
+    return m.linear(m.linear(a)).float().pow(2).mean()
+
+
+@pytest.mark.parametrize("function", [part_without_autocast, weight_used_twice], ids=lambda f: f.__name__)
+def test_autocast_ends_with_the_forward_and_caches_as_in_eager(function):
+    def loop(model):
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(3, 4))
+            loss.backward()
+            losses.append(loss.detach())
+        return [*losses, *(p.grad for p in model.parameters())]
+
+    expected, got = loop(One(function)), loop(graph(One(function), warmup=0))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("argument", [{1, 2}, slice(1), object(), torch.Generator()], ids=lambda a: type(a).__name__)
+def test_arguments_that_no_key_can_hold_run_eagerly(argument):
+    graphed = graph(One(lambda m, a, other: m.linear(a)), warmup=0)
+    graphed(torch.randn(3, 4), argument).sum().backward()
+    assert dict(graphed.stats.fallbacks) == {"an argument cannot be part of a key": 1}
+
+
+def test_not_a_number_and_signed_zeros_are_keys_like_others():
+    graphed = graph(One(lambda m, a, f: m.linear(a) * f), warmup=0)
+    x = torch.randn(3, 4)
+    for factor in (float("nan"), float("nan"), 0.0, -0.0):
+        out = graphed(x, factor)
+        out.sum().backward()
+    assert graphed.stats.captured == 3 and torch.equal(out.signbit(), ~(graphed.linear(x) * 0.0).signbit())
+
+
+def test_gradients_in_a_users_flat_buffer_stay_there():
+    graphed = graph(One(lambda m, a: m.linear(a)), warmup=0)
+    x = torch.randn(3, 4)
+    graphed(x).sum().backward()
+    flat = torch.zeros(20)
+    graphed.linear.weight.grad, graphed.linear.bias.grad = flat[:16].view(4, 4), flat[16:]
+    for _ in range(2):
+        graphed(x).sum().backward()
+    assert torch.equal(flat[16:], torch.full((4,), 6.0)) and graphed.linear.bias.grad.data_ptr() == flat[16:].data_ptr()
+
+
+def test_a_region_that_warm_up_never_used_says_so():
+    class Two(Three):
+        def end(self, state):
+            return state["x"], state["out"]
+
+    graphed = graph(Two(lambda m, s: s), granularity="layer", scope=["attn", "mlp"], warmup=1)
+    graphed(torch.randn(3, 4))[0].sum().backward()
+    a, b = graphed(torch.randn(3, 4))
+    with pytest.raises(RuntimeError, match="no warm-up step used it"):
+        (a.sum() + b.sum()).backward()
+
+
+def test_memory_layout_is_part_of_the_key():
+    function = lambda m, a: m.linear(a) * 2 if a.is_contiguous() else m.linear(a.contiguous()) * 3  # noqa: E731
+    eager, graphed = One(function), graph(One(function), warmup=0)
+    for x in (torch.randn(4, 4), torch.randn(4, 4).t(), torch.randn(4, 4), torch.randn(4, 4).t()):
+        assert torch.equal(graphed(x), eager(x))
+    channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    conv = graph(nn.Conv2d(3, 3, 1), warmup=0)
+    assert conv(channels_last).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_an_error():
+    graphed = graph(One(lambda m, a: m.linear(a)), warmup=0)
+    loss = graphed(torch.randn(3, 4, requires_grad=True)).sum()
+    with torch.no_grad():
+        graphed.linear.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        loss.backward()
+
+
+def test_microbatches_in_flight_survive_a_recapture_and_a_close():
+    def loop(model, finish):
+        a = toy_loss(model(*toy_inputs(8)))
+        model.attention[0].weight.requires_grad_(False)
+        b = toy_loss(model(*toy_inputs(8)))
+        finish(model)
+        b.backward()
+        a.backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    torch.manual_seed(0)
+    expected = loop(make_toy(dropout=0.0), lambda model: None)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackgraphWarning)
+        got = loop(graph(make_toy(dropout=0.0), warmup=0), lambda model: model.close())
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_lstm_can_be_captured():
+    make = lambda: (torch.manual_seed(0), nn.LSTM(4, 8))[1]  # noqa: E731
+    def loop(model):
+        torch.manual_seed(1)
+        for _ in range(3):
+            out, (h, c) = model(torch.randn(5, 2, 4))
+            (out.sum() + h.sum() + c.sum()).backward()
+        return [out.detach(), *(p.grad for p in model.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(loop(make()), loop(graph(make(), warmup=0)), strict=True))
+
+
+def test_an_error_in_an_eager_stage_gives_the_slot_back():
+    def fails(module, state):
+        raise KeyError("the user's own error")
+
+    graphed = graph(Three(lambda m, s: s), scope=["attn", "mlp"], warmup=0, slots=1)
+    graphed(torch.randn(3, 4)).sum().backward()
+    works, graphed.module.between = graphed.module.between, fails
+    kept = []
+    for _ in range(2):
+        try:
+            graphed(torch.randn(3, 4))
+        except KeyError as error:
+            kept.append(error)
+    graphed.module.between = works
+    graphed(torch.randn(3, 4)).sum().backward()
+    assert len(kept) == 2 and graphed._slots.in_flight() == 0
+
+
+def test_a_result_that_no_graph_can_make_is_refused():
+    class Result:
+        def __init__(self, loss):
+            self.loss = loss
+
+    graphed = graph(One(lambda m, a: Result(m.linear(a).sum())), warmup=0)
+    with pytest.warns(PackgraphWarning, match="returns a Result"):
+        graphed(torch.randn(3, 4)).loss.backward()
+    assert graphed.stats.fallbacks["capture failed"] == 1
+
+
+def test_threads_may_share_a_graphed_module():
+    graphed = graph(One(lambda m, a: m.linear(a).tanh()), warmup=0)
+    failures = []
+
+    def work():
+        try:
+            for _ in range(20):
+                graphed(torch.randn(3, 4))
+        except RuntimeError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and not graphed.stats.fallbacks
