@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from packgraph.parallel.mesh import Mesh
+
 EDGES = ("forward", "backward", "forward wrap", "backward wrap")
 
 
@@ -50,9 +52,13 @@ class Links:
         edge = self._edge(source, direction)
         return dist.irecv(tensor, self.ranks[source % self.size], group=edge)  # type: ignore[return-value]
 
-    def _edge(self, stage: int, direction: str) -> Any:
+    def edge(self, stage: int, direction: str) -> str:
+        """The name of the edge over which virtual stage `stage` sends in `direction`."""
         last = stage % self.size == (self.size - 1 if direction == "forward" else 0)
-        return self._groups[f"{direction} wrap" if last else direction]
+        return f"{direction} wrap" if last else direction
+
+    def _edge(self, stage: int, direction: str) -> Any:
+        return self._groups[self.edge(stage, direction)]
 
     def gather_facts(self, facts: Sequence[int]) -> list[list[int]]:
         """The host integers `facts` of every rank of the pipeline, in stage order; waits for all of them."""
@@ -69,20 +75,24 @@ class Links:
             dist.all_reduce(tensor, group=self._groups["forward"])
 
 
-def make_links(pipelines: Sequence[Sequence[int]]) -> Links:
-    """The links of this process's pipeline. Collective: every process of the world calls it with all pipelines.
-
-    pipelines: global ranks of each pipeline, in stage order. Raises ValueError when this process is in none.
-    """
+def make_links(mesh: Mesh) -> Links:
+    """The links of this process's pipeline. Collective: every process of the mesh calls it."""
+    if mesh.size("pp") == 1:
+        return Links([mesh.rank], {}, None)
     mine = None
-    for ranks in pipelines:
-        if len(ranks) == 1:
-            groups, control = {}, None
-        else:
-            groups = {edge: dist.new_group(list(ranks)) for edge in EDGES}
-            control = dist.new_group(list(ranks), backend="gloo")
-        if not dist.is_initialized() or dist.get_rank() in ranks:
+    for ranks in pipelines(mesh):
+        groups = {edge: dist.new_group(ranks) for edge in EDGES}
+        control = dist.new_group(ranks, backend="gloo")
+        if mesh.rank in ranks:
             mine = Links(ranks, groups, control)
-    if mine is None:
-        raise ValueError(f"rank {dist.get_rank()} is in none of the pipelines {[list(p) for p in pipelines]}")
+    assert mine is not None
     return mine
+
+
+def pipelines(mesh: Mesh) -> list[list[int]]:
+    """The global ranks of every pipeline of the mesh, each in stage order: those that differ in `pp` only."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.world):
+        place = mesh.layout.coordinates(rank)
+        found.setdefault((place["dp"], place["cp"], place["tp"]), []).append(rank)
+    return list(found.values())

@@ -4,12 +4,13 @@
     B: receive the gradient, replay, send; the slot is free when its sends are done
 
 Slots come from a free list in the order of the schedule, never from the microbatch's number, so the count of
-microbatches and the bucket of each may differ in every step without a recapture. A receive is posted one action ahead
-where the slot is already free. The ranks agree once per step, on host facts, about what they are going to run.
+microbatches and the bucket of each may differ in every step without a recapture. Activations are received one action
+ahead where a slot is free, gradients as soon as their forward has run. The ranks agree once per step, on host facts,
+about what they are going to run.
 """
 import warnings
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import torch
@@ -120,10 +121,12 @@ class Pipeline:
     def _run(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor) -> torch.Tensor:
         row = self._schedule(len(batches)).rows[self.links.rank]
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        expected = self._expected_gradients(row)
         for position, action in enumerate(row):
-            self._post(action, batches, tokens_in_step, wait_for_slot=True)
+            self._post_forward(action, batches, tokens_in_step, wait_for_slot=True)
             if position + 1 < len(row):
-                self._post(row[position + 1], batches, tokens_in_step, wait_for_slot=False)
+                self._post_forward(row[position + 1], batches, tokens_in_step, wait_for_slot=False)
+            self._post_gradients(expected, batches)
             if action.kind == "F":
                 self._forward(action, batches[action.microbatch], tokens_in_step, loss)
             else:
@@ -136,10 +139,11 @@ class Pipeline:
         text = ",".join(str(batch.capacity) + str(batch.num_tokens) for batch in batches)
         facts = self.links.gather_facts([len(batches), zlib.crc32(text.encode())])
         if any(other != facts[0] for other in facts):
-            counts = ", ".join(f"rank {rank}: {other[0]}" for rank, other in zip(self.links.ranks, facts, strict=True))
-            raise PipelineError("the ranks of this pipeline were given different microbatches in one step (microbatches "
-                                f"{counts}; or other capacities). Every rank must pack the same documents in the "
-                                "same order")
+            pairs = zip(self.links.ranks, facts, strict=True)
+            counts = ", ".join(f"rank {rank}: {other[0]}" for rank, other in pairs)
+            raise PipelineError("the ranks of this pipeline were given different microbatches in one step (counts: "
+                                f"{counts}; or other lengths or capacities). Every rank must pack the same documents "
+                                "in the same order")
 
     def _schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:
@@ -163,23 +167,40 @@ class Pipeline:
             return batch, tokens
         return batch, tokens, self._like(batch).detach().requires_grad_()
 
-    def _post(self, action: Action, batches: Sequence[PackedBatch], tokens: torch.Tensor, *,
-              wait_for_slot: bool) -> None:
-        """Claim the slot of a forward, and start the receive that the action waits for, unless that is done already."""
+    def _post_forward(self, action: Action, batches: Sequence[PackedBatch], tokens: torch.Tensor, *,
+                      wait_for_slot: bool) -> None:
+        """Claim the slot of a forward and start the receive it waits for, unless that is done already."""
         place, batch = (action.stage, action.microbatch), batches[action.microbatch]
-        if action.kind == "F" and place not in self._flights:
-            flight = self._take_off(action.stage, batch, tokens, wait_for_slot)
-            if flight is None:
-                return
-            self._flights[place] = flight
-            if action.stage > 0:
-                buffer = flight.activation_buffer(self._like(batch))
-                flight.receiving["F"] = self.links.receive(buffer, action.stage, "forward")
-        elif action.kind == "B" and action.stage < self.num_stages - 1:
-            waiting = self._flights.get(place)
-            if waiting is not None and waiting.out is not None and waiting.gradient is None:
-                buffer = waiting.gradient_buffer(self._like(batch))
-                waiting.receiving["B"] = self.links.receive(buffer, action.stage, "backward")
+        if action.kind != "F" or place in self._flights:
+            return
+        flight = self._take_off(action.stage, batch, tokens, wait_for_slot)
+        if flight is None:
+            return
+        self._flights[place] = flight
+        if action.stage > 0:
+            buffer = flight.activation_buffer(self._like(batch))
+            flight.receiving["F"] = self.links.receive(buffer, action.stage, "forward")
+
+    def _post_gradients(self, expected: dict[str, deque[Action]], batches: Sequence[PackedBatch]) -> None:
+        """Start the receives of all gradients whose forward has run, per edge in the order in which they are sent.
+
+        A sender frees its slot only when a gradient is taken; receives posted late could keep both sides waiting.
+        """
+        for queue in expected.values():
+            while queue:
+                flight = self._flights.get((queue[0].stage, queue[0].microbatch))
+                if flight is None or flight.out is None:
+                    break
+                action = queue.popleft()
+                buffer = flight.gradient_buffer(self._like(batches[action.microbatch]))
+                flight.receiving["B"] = self.links.receive(buffer, action.stage, "backward")
+
+    def _expected_gradients(self, row: Sequence[Action]) -> dict[str, deque[Action]]:
+        expected: dict[str, deque[Action]] = defaultdict(deque)
+        for action in row:
+            if action.kind == "B" and action.stage < self.num_stages - 1:
+                expected[self.links.edge(action.stage + 1, "backward")].append(action)
+        return expected
 
     def _take_off(self, stage: int, batch: PackedBatch, tokens: torch.Tensor, wait_for_slot: bool) -> Flight | None:
         """A flight with its slot; None when no slot is free yet and `wait_for_slot` is False."""
