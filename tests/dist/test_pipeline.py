@@ -1,7 +1,8 @@
 """Pipelines by replay equal eager ones bit by bit for any number of microbatches, and the whole model in rounding."""
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,28 +44,21 @@ def microbatches(order, count):
 
 
 class SlowLinks(Links):
-    """Sends begin some time after they were asked for: what they send must stay untouched until then."""
+    """Sends begin some time after they were asked for, in order: what they send must stay untouched until then."""
 
     def send(self, tensor, stage, direction):
+        workers = self.__dict__.setdefault("workers", {})
+        worker = workers.setdefault(self.edge(stage, direction), ThreadPoolExecutor(max_workers=1))
         start = super().send
-        delayed = {}
 
         def later():
             time.sleep(0.002)
-            delayed["transfer"] = start(tensor, stage, direction)
+            return start(tensor, stage, direction)
 
-        thread = threading.Thread(target=later)
-        thread.start()
-
-        class Transfer:
-            def wait(self):
-                thread.join()
-                return delayed["transfer"].wait()
-
-            def is_completed(self):
-                return not thread.is_alive() and delayed["transfer"].is_completed()
-
-        return Transfer()
+        future = worker.submit(later)
+        transfer = SimpleNamespace(wait=lambda: future.result().wait())
+        transfer.is_completed = lambda: future.done() and future.result().is_completed()
+        return transfer
 
 
 def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, overflow=False):
