@@ -56,20 +56,28 @@ def run_ranks(function: Any, world: int, *arguments: Any, layout: Layout | None 
 
 def _collect(links: dict[Any, int], world: int, deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: list[str] = []
     waiting = dict(links)
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in time")
+            break
         for link in ready:
             rank = waiting.pop(link)
             try:
                 good, content = link.recv()  # type: ignore[union-attr]
-            except EOFError as error:
-                raise RankFailed(f"rank {rank} died without a word") from error
-            if not good:
-                raise RankFailed(f"rank {rank} failed:\n{content}")
-            results[rank] = torch.load(io.BytesIO(content), weights_only=False)
+            except EOFError:
+                good, content = False, "it died without a word"
+            if good:
+                results[rank] = torch.load(io.BytesIO(content), weights_only=False)
+                continue
+            failures.append(f"rank {rank} failed:\n{content}")
+            # A moment for the others: the first to speak may only have lost its connection to the one that failed.
+            deadline = min(deadline, time.monotonic() + 1.0)
+    if failures:
+        raise RankFailed("\n".join(failures))
+    if waiting:
+        raise RankFailed(f"ranks {sorted(waiting.values())} did not finish in time")
     return [results[rank] for rank in range(world)]
 
 

@@ -12,6 +12,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.tensor import dropout_seed, parallelize
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig, OptimizerConfig
@@ -22,15 +23,17 @@ COUNTS = (3, 4, 1, 6, 2, 5)  # microbatches of the steps: fewer than replicas, u
 
 
 def tiny_config(**changes: Any) -> DenseConfig:
-    return DenseConfig(**({"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4,
-                           "num_kv_heads": 2, "head_dim": 8, "tie_embeddings": True} | changes))
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4,
+             "num_kv_heads": 2, "head_dim": 8, "tie_embeddings": True}
+    return DenseConfig(**(sizes | changes))
 
 
 def steps_of_packs(steps: int, vocabulary: int = 32) -> Iterator[list[PackedBatch]]:
     for step in range(steps):
         draw = random.Random(step)
-        yield [pack([[draw.randrange(vocabulary) for _ in range(draw.randint(2, 20))]
-                     for _ in range(draw.randint(1, 3))], list(CAPACITIES))[0] for _ in range(COUNTS[step % len(COUNTS)])]
+        rows = [[[draw.randrange(vocabulary) for _ in range(draw.randint(2, 20))] for _ in range(draw.randint(1, 3))]
+                for _ in range(COUNTS[step % len(COUNTS)])]
+        yield [pack(documents, list(CAPACITIES))[0] for documents in rows]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -43,12 +46,10 @@ class Run:
 
     def __init__(self, mesh: Mesh, *, graphs: bool, granularity: str = "layer", sequence: bool = False,
                  seed: int = 0, **model: Any) -> None:
-        torch.manual_seed(seed)
+        torch.manual_seed(dropout_seed(seed, mesh, sequence=sequence))
         self.mesh = mesh
         self.model = DenseModel(tiny_config(**model)).train()
         if mesh.size("tp") > 1:
-            from packgraph.parallel.tensor import parallelize
-
             parallelize(self.model, mesh["tp"], sequence=sequence)
         self.optimizer = Optimizer(self.model.named_parameters(), OptimizerConfig(clip_norm=0.5), mesh)
         options = GraphConfig(enabled=graphs, capacities=CAPACITIES, granularity=granularity, strict=True)
@@ -86,6 +87,20 @@ def train(mesh: Mesh | None, *, steps: int = 10, overlap: bool = True, set_to_no
     run.executor.close()
     return {"trace": trace, "replayed": counts.replayed, "overlapped": run.overlapped,
             "buckets": len(run.optimizer.flat.buckets)}
+
+
+def assert_same_within_rounding(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Norms and parameters of all ranks are those of one process.
+
+    Sums over ranks are rounded in another order. Adam divides a gradient by its own size, so where a gradient is hardly
+    more than rounding, parameters move apart by parts of the learning rate (0.02): hence the absolute tolerance.
+    """
+    for result in results:
+        for step, (ours, theirs) in enumerate(zip(result["trace"], alone["trace"], strict=True)):
+            for name in theirs:
+                if name == "norm" or name.startswith("parameter"):
+                    torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=5e-5,
+                                               msg=lambda text, place=f"step {step}, {name}: ": place + text)
 
 
 def train_both(mesh: Mesh, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

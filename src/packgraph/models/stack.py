@@ -22,8 +22,9 @@ from packgraph.models.config import DenseConfig
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
 from packgraph.ops.attention import attention_metadata, choose_backend
-from packgraph.ops.loss import linear_cross_entropy, token_count
+from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.vocabulary import embed, head_cross_entropy
 from packgraph.plan.stages import Stage, State, run_stages
 
 
@@ -45,6 +46,7 @@ class DecoderStack(nn.Module):
                  first: bool = True, last: bool = True) -> None:
         super().__init__()
         self.config, self.first, self.last = config, first, last
+        self.split_rows = False  # whether hidden states are this rank's rows only (sequence parallelism)
         if first or (last and config.tie_embeddings):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
@@ -90,8 +92,8 @@ class DecoderStack(nn.Module):
     def run_embed(self, state: State) -> State:
         """Stage `embed`: token embeddings, zero in padding (first stage only); rotary tables; attention metadata."""
         batch = state["batch"]
-        hidden: Tensor = state["hidden"] if not self.first else self.embed_tokens(batch.tokens).masked_fill(
-            batch.padding_mask[:, None], 0.0)
+        hidden: Tensor = state["hidden"] if not self.first else embed(
+            batch.tokens, batch.padding_mask, self.embed_tokens.weight, split_rows=self.split_rows)
         rotary = self.rotary(batch.position_ids, hidden.dtype)
         return {**state, "hidden": hidden, "rotary": rotary,
                 "attention": attention_metadata(batch, self._backend(hidden))}
@@ -99,7 +101,7 @@ class DecoderStack(nn.Module):
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the loss is left in the state."""
         labels = state["batch"].labels
-        total = linear_cross_entropy(self.norm(state["hidden"]), self.head_weight, labels)
+        total = head_cross_entropy(self.norm(state["hidden"]), self.head_weight, labels)
         tokens = state["tokens_in_step"]
         tokens = token_count(labels) if tokens is None else tokens
         return {"loss": total / tokens.clamp(min=1)}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
@@ -28,7 +28,11 @@ BUCKET_BYTES = 32 * 2**20  # large enough for full bandwidth, small enough that 
 
 @dataclass
 class Member:
-    """A parameter, and which elements of its bucket it is. gradient: its view, a DTensor for a DTensor."""
+    """A parameter, and which elements of its bucket it is. gradient: its view, a DTensor for a DTensor.
+
+    The gradient of a DTensor that is copied to all ranks of its mesh is this rank's share of a sum (Partial): so
+    nothing is sent while microbatches add to it, but once per step.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -54,7 +58,8 @@ class Bucket:
 
     parameters, gradients: [size] of one dtype. own: the part of this rank. own_gradients: [size / ranks], after
     `reduce` the sums over all ranks. decays: weight decay applies (two or more dimensions). sharded: other
-    tensor-parallel ranks hold other elements, not copies.
+    tensor-parallel ranks hold other elements, not copies. sharers: the tensor-parallel ranks over which gradients of
+    copies are still to be summed, None where every rank computes the whole gradient.
     """
 
     members: list[Member]
@@ -64,6 +69,7 @@ class Bucket:
     own_gradients: Tensor
     decays: bool
     sharded: bool
+    sharers: dist.ProcessGroup | None
 
     @property
     def own_parameters(self) -> Tensor:
@@ -150,6 +156,11 @@ class FlatParameters:
             self._launch()
         for work in self._works:
             work.wait()
+        for bucket in self.buckets:
+            if bucket.sharers is not None:
+                if self.group is None:
+                    bucket.own_gradients.copy_(bucket.gradients)
+                dist.all_reduce(bucket.own_gradients, group=bucket.sharers)
         for handle in self._handles:
             handle.remove()
         self._expected, self._launched, self._works, self._handles = [], 0, [], []
@@ -208,7 +219,7 @@ def _make_buckets(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGrou
         ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
         most = None if group is None else bucket_bytes // dtype.itemsize
         plans = plan_buckets([local_tensor(parameter).numel() for _, parameter in ours],
-                             [(parameter.ndim >= 2, is_sharded(parameter)) for _, parameter in ours], ranks, most)
+                             [(parameter.ndim >= 2, *_spread(parameter)) for _, parameter in ours], ranks, most)
         device = local_tensor(ours[0][1]).device
         # Two storages: whoever journals writes to gradients must not have to save the parameters with them.
         flats = [torch.zeros(sum(plan.size for plan in plans), dtype=dtype, device=device) for _ in range(2)]
@@ -217,9 +228,10 @@ def _make_buckets(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGrou
             own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
             members = [_move(ours[place.index], slice(place.start, place.stop), parameters, gradients)
                        for place in plan.members]
-            reduced = gradients if group is None else torch.zeros_like(gradients[own])
-            decays, sharded = plan.kind  # type: ignore[misc]
-            buckets.append(Bucket(members, parameters, gradients, own, reduced, decays, sharded))
+            decays, sharded, shared = plan.kind  # type: ignore[misc]
+            sharers = ours[plan.members[0].index][1].device_mesh.get_group() if shared else None  # type: ignore[attr-defined]
+            reduced = gradients if group is None and sharers is None else torch.zeros_like(gradients[own])
+            buckets.append(Bucket(members, parameters, gradients, own, reduced, decays, sharded, sharers))
     return buckets
 
 
@@ -233,13 +245,20 @@ def _move(named: tuple[str, nn.Parameter], place: slice, parameters: Tensor, gra
     local.data = home
     gradient = gradients[place].view(local.shape)
     if isinstance(parameter, DTensor):
-        gradient = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False,
+        placements = parameter.placements if _spread(parameter)[0] else [Partial()] * parameter.device_mesh.ndim
+        gradient = DTensor.from_local(gradient, parameter.device_mesh, placements, run_check=False,
                                       shape=parameter.shape, stride=parameter.stride())
     member = Member(name, parameter, place, gradient)
     member.attach()
     return member
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether other ranks of a tensor's mesh hold other elements of it."""
-    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+def _spread(parameter: Tensor) -> tuple[bool, bool]:
+    """Whether other ranks of a DTensor's mesh hold other elements; whether copies, and each a share of the gradient.
+
+    Neither for a plain tensor: where there are copies, all ranks compute the same whole gradient.
+    """
+    if not isinstance(parameter, DTensor):
+        return False, False
+    copied = all(placement.is_replicate() for placement in parameter.placements)
+    return not copied, copied

@@ -1,0 +1,121 @@
+"""Embedding and cross-entropy with the vocabulary split over ranks: nobody ever holds a whole row of logits.
+
+    hidden [T, H] on all    each rank: logits [C, V/tp] of its words -> maximum, sum of exponentials, target's logit
+                            two small all-reduces [C, 1] and [C, 2] -> the same loss on all ranks
+
+As in `ops/loss.py` gradients are computed in the forward pass, chunk by chunk, and rows without a label contribute
+exactly zero. Each rank's gradient of `hidden` is its words' share; the shares are summed on the way out.
+"""
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from packgraph.ops.loss import IGNORED, linear_cross_entropy, rows_per_chunk
+
+
+def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:
+    """Rows of `weight` [V, H] for tokens int64 [T], zero where padding bool [T]: [T, H].
+
+    weight: a plain tensor, or a DTensor with its rows split over ranks; then with split_rows each rank gets its part
+    [T / ranks, H] of the rows of the result, else all ranks get all. Raises ValueError for another split.
+    """
+    if not isinstance(weight, DTensor):
+        return F.embedding(tokens, weight).masked_fill(padding[:, None], 0.0)
+    local, first_word = _own_words(weight), _first_word(weight)
+    theirs = (tokens < first_word) | (tokens >= first_word + local.shape[0])
+    found = F.embedding((tokens - first_word).masked_fill(theirs, 0), local)
+    share = found.masked_fill((theirs | padding)[:, None], 0.0)
+    mesh = weight.device_mesh
+    summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+    return summed.redistribute(mesh, [Shard(0) if split_rows else Replicate()]).to_local()
+
+
+def head_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
+    """`linear_cross_entropy` for a head that may be a DTensor with its rows (the vocabulary) split over ranks.
+
+    hidden: [T, H] on every rank, or this rank's rows [T / ranks, H]; labels: int64 [T]. Returns 0-d float32, equal on
+    all ranks. Raises ValueError for a head that is split in another way.
+    """
+    if not isinstance(weight, DTensor):
+        return linear_cross_entropy(hidden, weight, labels, chunk)
+    mesh, own = weight.device_mesh, _own_words(weight)
+    rows = Replicate() if hidden.shape[0] == labels.shape[0] else Shard(0)
+    everywhere = DTensor.from_local(hidden, mesh, [rows], run_check=False).redistribute(mesh, [Replicate()])
+    whole = everywhere.to_local(grad_placements=[Partial()])
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        whole, own = whole.to(dtype), own.to(dtype)
+    wanted = torch.is_grad_enabled() and whole.requires_grad, torch.is_grad_enabled() and own.requires_grad
+    return _SplitCrossEntropy.apply(whole, own, labels, chunk or rows_per_chunk(own.shape[0]), _first_word(weight),
+                                    mesh.get_group(), *wanted)
+
+
+def _own_words(weight: DTensor) -> Tensor:
+    """This rank's rows of the matrix, differentiably."""
+    if weight.placements != (Shard(0),):
+        raise ValueError(f"embedding and head must be split along the vocabulary, as packgraph.parallel.tensor."
+                         f"parallelize does, (Shard(0),), not {weight.placements}")
+    return weight.to_local()
+
+
+def _first_word(weight: DTensor) -> int:
+    """Number of the first word that this rank holds: DTensor splits as torch.chunk does."""
+    mesh = weight.device_mesh
+    return mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, first_word: int,
+                group: dist.ProcessGroup, want_hidden: bool, want_weight: bool) -> Tensor:
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight: Tensor | None = None
+        for start in range(0, labels.shape[0], rows):
+            part = slice(start, start + rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
+            logits = (chunk_hidden @ weight.t()).float()
+            word = labels[part, None] - first_word
+            losses[part], grad_logits = _chunk(logits, word, counted, group)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ weight
+            if want_weight:
+                product = grad_logits.t() @ chunk_hidden
+                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None, None)
+
+
+def _chunk(logits: Tensor, word: Tensor, counted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Losses [C] and the gradient of this rank's logits [C, V/tp], written over them.
+
+    word: [C, 1], the target as an index into this rank's words where it is one of them.
+    """
+    highest = logits.amax(-1, keepdim=True)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    logits.sub_(highest)
+    ours = counted & (word >= 0) & (word < logits.shape[1])
+    index = word.masked_fill(~ours, 0)
+    target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
+    exponentials = logits.exp_()
+    sums = torch.cat((exponentials.sum(-1, keepdim=True), target_logit), dim=1)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    target_log_probability = sums[:, 1:] - sums[:, :1].log()
+    probabilities = exponentials.div_(sums[:, :1])
+    # p - 1 without cancellation, where the target is one of ours
+    at_target = torch.where(ours, torch.expm1(target_log_probability), probabilities.gather(1, index))
+    gradient = probabilities.scatter_(1, index, at_target).masked_fill_(~counted, 0.0)
+    return -target_log_probability.masked_fill(~counted, 0.0)[:, 0], gradient
