@@ -3,6 +3,7 @@
 A message says what happened, where in the user's code, and what to do. The user's line is the innermost frame that
 lies neither in torch nor in the capture machinery; packgraph's own models and ops count as user code.
 """
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -10,9 +11,11 @@ from types import FrameType, TracebackType
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
-_MACHINERY = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "plan"))
-_STDLIB = str(Path(traceback.__file__).parent) + "/"
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PACKAGE = Path(__file__).parent.parent
+_MACHINERY = tuple(str(_PACKAGE / room) + os.sep for room in ("graphs", "plan", "packing"))
+_STDLIB = str(Path(traceback.__file__).parent) + os.sep
+_TYPED_IN = ("<stdin>", "<ipython", "<input>", "<string>", "<console>")
 
 
 class PackgraphWarning(UserWarning):
@@ -31,7 +34,9 @@ class CaptureError(RuntimeError):
 
 
 def _is_user_file(name: str) -> bool:
-    if name.startswith((_TORCH, "<", *_MACHINERY)):
+    if name.startswith("<"):
+        return name.startswith(_TYPED_IN)
+    if name.startswith((_TORCH, *_MACHINERY)):
         return False
     return not (name.startswith(_STDLIB) and "site-packages" not in name)
 

@@ -135,6 +135,13 @@ class Pipeline:
         self.links.sum(loss)
         return loss
 
+    def close(self) -> None:
+        """Free all graphs; to be called before the process groups go."""
+        if self._whole is not None:
+            self._whole.close()
+        for chunk in self.chunks:
+            chunk.close()
+
     def _agree(self, batches: Sequence[PackedBatch]) -> None:
         text = ",".join(str(batch.capacity) + str(batch.num_tokens) for batch in batches)
         facts = self.links.gather_facts([len(batches), zlib.crc32(text.encode())])
