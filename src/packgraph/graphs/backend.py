@@ -59,11 +59,15 @@ class Window(Protocol):
 
 
 class Backend(Protocol):
-    """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live."""
+    """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live.
+
+    extra_generators: random generators of the module to capture, besides the default ones; set before every capture.
+    """
 
     name: str
     device_type: str
     guard_device: str | None
+    extra_generators: list[torch.Generator]
 
     def new_pool(self) -> Pool: ...
 

@@ -1,7 +1,8 @@
 """One capture as a transaction: either a variant is ready, or everything is as before and the error says where.
 
 What is undone in both cases: writes to tensors that existed before (journal), random generator states, the state of
-Python's garbage collector, the autocast cache setting, the module's parameters.
+Python's garbage collector, the autocast cache setting, the module's parameters and attributes, Python's and numpy's
+random states.
 """
 import contextlib
 import gc
@@ -13,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state
+from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, raised_line
-from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch
-from packgraph.graphs.parameters import GradientBuffers, aliased_parameters
+from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, known_generators
+from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.slot import Slot
 
@@ -26,9 +28,14 @@ USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError,
 
 
 @contextlib.contextmanager
-def undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
-    """Undo every effect on tensors and random generators when the block ends, however it ends."""
-    journal = Journal()
+def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | None = None) -> Iterator[Journal]:
+    """Undo every effect on tensors, random generators and the module's Python state when the block ends.
+
+    effects: of the module, if somebody else tells it where eager code runs. Raises CaptureError, after undoing all,
+    when the block has changed Python state that a replay would not change.
+    """
+    journal, effects = Journal(), effects or HostEffects(module)
+    backend.extra_generators = module_generators(module)
     generators = backend.generators()
     states = [generator.get_state() for generator in generators]
     collecting = gc.isenabled()
@@ -37,9 +44,13 @@ def undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
     with torch.no_grad():
         for buffer in module.buffers():
             journal.before_write(buffer)
+    effects.begin(generators)
     try:
-        yield journal
+        with known_generators(generators):
+            yield journal
+        effects.check()
     finally:
+        effects.undo()
         torch.clear_autocast_cache()
         with torch.no_grad():
             journal.restore()
@@ -55,9 +66,11 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
 
     Raises CaptureError; nothing has changed then.
     """
-    with explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases, \
-            backend.window(slot.pool, journal) as window:
-        build = VariantBuild(program, slot, window, aliases, buffers, observed, journal, lends)
+    effects = HostEffects(program.module, program.volatile)
+    with explained(), undone(program.module, backend, effects) as journal, \
+            aliased_parameters(program.module) as aliases, backend.window(slot.pool, journal) as window:
+        watched = ObservedProgram(program, effects)
+        build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends)
         return build.capture(args, kwargs)
 
 
@@ -69,10 +82,13 @@ def rehearse(program: Program, backend: Backend, observed: Observed,
     graph knows only their addresses. Empty where the backend needs no rehearsal (and keeps them itself).
     Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
     """
-    with explained(), undone(program.module, backend) as journal, aliased_parameters(program.module) as aliases:
+    effects = HostEffects(program.module, program.volatile)
+    watched = ObservedProgram(program, effects)
+    with explained(), undone(program.module, backend, effects) as journal, \
+            aliased_parameters(program.module) as aliases:
         parameters, read = [*aliases.alias_of.values()], list[torch.Tensor]()
         backend.warm_up(lambda: read.extend(
-            _run_watched(program, backend, observed, journal, parameters, args, kwargs)))
+            _run_watched(watched, backend, observed, journal, parameters, args, kwargs)))
         return [tensor.detach() for tensor in read]
 
 

@@ -1,60 +1,195 @@
 """The facts that graphs bake about a module, checked before every call.
 
 A replay reads the storages it was captured with and runs no Python of the module. So a storage that was replaced, a
-parameter that was frozen, a submodule that was exchanged, switched to evaluation or given a hook would be ignored by
-a replay. The check walks lists made at capture; it must stay cheap, since it is paid by every microbatch.
+parameter that was frozen or given a hook, a submodule that was exchanged or switched to evaluation, a number that the
+forward reads would be ignored by a replay. The check walks lists made at capture; it must stay cheap, since it is
+paid by every microbatch.
+
+Looked at: parameters and buffers (also those that are None), and of every attribute: tensors, random generators,
+numbers, strings and other plain values, functions; inside lists, tuples and dicts too. Other objects are not: a
+module that reads a number out of an object of its own must be told with `packgraph.eager`, or get it as an argument.
 """
-from typing import Any
+from collections.abc import Callable, Set
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules import module as torch_module
 
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.parameters import has_hooks, local_tensor
+from packgraph.graphs.wrapper import Wrapper
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+Mark = tuple[int, str]  # an attribute: id of the module that has it, name
 _PLACING = "torch.distributed.tensor."
+_INTERNAL = frozenset(vars(torch.nn.Module()))
+_LONGEST = 64  # plain values are watched in containers of up to so many entries, tensors in all
+
+_IN_PLACE = "change parameters in place (copy_, load_state_dict) to keep the graphs"
+_AT_FIRST = "do it before the first captured call, or live with one more capture per change"
+_ARGUMENT = "pass what changes often to forward as an argument, as a tensor if it may have any value"
+
+
+class Change(NamedTuple):
+    """A fact that no longer holds. may_help: a call that could not be captured before may be capturable now."""
+
+    what: str
+    remedy: str
+    may_help: bool = True
+
+    def __str__(self) -> str:
+        return self.what
+
+
+class _TensorFact(NamedTuple):
+    """A tensor as it was. get: of the table or container that holds it under `key`."""
+
+    get: Callable[[Any], Any]
+    key: Any
+    tensor: torch.Tensor
+    local: torch.Tensor
+    pointer: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool
+    hooked: bool
+    name: str
+    mark: Mark
+
+
+class _ValueFact(NamedTuple):
+    """A plain value, compared by value, or an object, compared by identity."""
+
+    get: Callable[[Any], Any]
+    key: Any
+    value: Any
+    plain: bool
+    name: str
+    mark: Mark
 
 
 class Fingerprint:
-    """Storages, trainable parameters, submodules, training flags and the absence of hooks, as they are now."""
+    """The facts about `module` as they are now.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        modules = list(module.named_modules())
-        self._flags = [(owner, owner.training) for _, owner in modules]
-        hooks = [getattr(owner, kind) for _, owner in modules for kind in HOOKS]
-        self._hooks = [(table, len(table)) for table in hooks]
-        tables = [owner._modules for _, owner in modules]
-        self._children = [(table, name, child) for table in tables for name, child in table.items()]
-        self._sizes = [(table, len(table)) for table in tables]
-        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int, bool, str]] = []
-        for prefix, owner in modules:
-            for table in (owner._parameters, owner._buffers, vars(owner)):
-                for name, tensor in table.items():
-                    if isinstance(tensor, torch.Tensor):
-                        full = f"{prefix}.{name}" if prefix else name
-                        local = local_tensor(tensor)
-                        fact = (table, name, tensor, local, local.data_ptr(), tensor.requires_grad, full)
-                        self._tensors.append(fact)
+    volatile: attributes that eager stages assign; they may change, since captured stages are not to read them.
+    """
 
-    def changed(self) -> str | None:
-        """What no longer holds, in words, or None. Hooks are not told here: see `hooked`."""
-        for table, name, tensor, local, pointer, trains, full in self._tensors:
-            if table.get(name) is not tensor or local.data_ptr() != pointer or local_tensor(tensor) is not local:
-                return f"the storage of {full!r} was replaced"
-            if tensor.requires_grad != trains:
-                return f"requires_grad of {full!r} changed"
+    def __init__(self, module: torch.nn.Module, volatile: Set[Mark] = frozenset()) -> None:
+        self._volatile = volatile
+        self._tensors: list[_TensorFact] = []
+        self._values: list[_ValueFact] = []
+        self._sizes: list[tuple[Any, int, str, Mark]] = []
+        self._children: list[tuple[dict[str, Any], str, Any]] = []
+        self._flags: list[tuple[torch.nn.Module, bool]] = []
+        self._hooks = [(table, len(table)) for table in _global_hooks()]
+        for prefix, owner in owners(module):
+            self._note(prefix, owner)
+
+    def _note(self, prefix: str, owner: torch.nn.Module) -> None:
+        where, dotted = repr(prefix) if prefix else "the module", f"{prefix}." if prefix else ""
+        self._flags.append((owner, owner.training))
+        self._hooks += [(table, len(table)) for table in (getattr(owner, kind) for kind in HOOKS)]
+        self._children += [(owner._modules, name, child) for name, child in owner._modules.items()]
+        self._sizes.append((owner._modules, len(owner._modules), f"a submodule of {where}", (0, "")))
+        attributes = {name: value for name, value in vars(owner).items() if name not in _INTERNAL}
+        self._sizes.append((vars(owner), len(vars(owner)), f"an attribute of {where}", (0, "")))
+        for table, values in ((owner._parameters, owner._parameters), (owner._buffers, owner._buffers),
+                              (vars(owner), attributes)):
+            if table is not vars(owner):
+                self._sizes.append((table, len(table), f"a parameter or buffer of {where}", (0, "")))
+            for name, value in values.items():
+                self._note_value(table.get, name, value, dotted + name, (id(owner), name), set())
+
+    def _note_value(self, get: Callable[[Any], Any], key: Any, value: Any, name: str, mark: Mark,
+                    above: set[int], plain_too: bool = True) -> None:
+        if isinstance(value, torch.Tensor):
+            local = local_tensor(value)
+            trains = value.requires_grad
+            self._tensors.append(_TensorFact(get, key, value, local, _pointer(local), local.shape, _stride(local),
+                                             local.dtype, trains, trains and has_hooks(value), name, mark))
+        elif _is_plain(value):
+            if plain_too:
+                self._values.append(_ValueFact(get, key, value, True, name, mark))
+        elif isinstance(value, torch.Generator) or callable(value):
+            self._values.append(_ValueFact(get, key, value, False, name, mark))
+        elif isinstance(value, list | tuple | dict) and id(value) not in above:
+            self._values.append(_ValueFact(get, key, value, False, name, mark))
+            self._sizes.append((value, len(value), f"an entry of {name!r}", mark))
+            inner = value.get if isinstance(value, dict) else partial(_entry, value)
+            for inside, entry in value.items() if isinstance(value, dict) else enumerate(value):
+                self._note_value(inner, inside, entry, f"{name}[{inside!r}]", mark, above | {id(value)},
+                                 len(value) <= _LONGEST)
+
+    def changed(self) -> Change | None:
+        """What no longer holds, with what to do about it, or None."""
+        return self._submodules_changed() or self._tensors_changed() or self._values_changed()
+
+    def _submodules_changed(self) -> Change | None:
         for owner, training in self._flags:
             if owner.training is not training:
-                return f"the training mode of a {type(owner).__name__} inside the module changed"
+                return Change(f"the training mode of a {type(owner).__name__} inside the module changed", _AT_FIRST)
         for table, name, child in self._children:
             if table.get(name) is not child:
-                return f"the submodule {name!r} was replaced"
-        if any(len(table) != size for table, size in self._sizes):
-            return "a submodule was added"
+                return Change(f"the submodule {name!r} was replaced", _AT_FIRST)
+        for table, size, name, mark in self._sizes:
+            if len(table) != size and mark not in self._volatile:
+                return Change(f"{name} was added or removed", _AT_FIRST, may_help=False)
+        if self.hooked():
+            return Change("the hooks of a submodule changed", _AT_FIRST)
+        return None
+
+    def _tensors_changed(self) -> Change | None:
+        for get, key, tensor, local, pointer, shape, stride, dtype, trains, hooks, name, mark in self._tensors:
+            if get(key) is not tensor or local_tensor(tensor) is not local or _pointer(local) != pointer:
+                if mark not in self._volatile:
+                    return Change(f"the storage of {name!r} was replaced", _IN_PLACE)
+            elif _stride(local) != stride or local.shape != shape or local.dtype != dtype:
+                return Change(f"shape, strides or dtype of {name!r} changed", _IN_PLACE)
+            elif tensor.requires_grad != trains:
+                return Change(f"requires_grad of {name!r} changed", _AT_FIRST)
+            elif trains and has_hooks(tensor) != hooks:
+                return Change(f"{name!r} got its first hook or lost its last", _AT_FIRST)
+        return None
+
+    def _values_changed(self) -> Change | None:
+        for get, key, value, plain, name, mark in self._values:
+            now = get(key)
+            if now is value or (plain and type(now) is type(value) and now == value) or mark in self._volatile:
+                continue
+            return Change(f"{name!r} changed", _ARGUMENT, may_help=False)
         return None
 
     def hooked(self) -> bool:
-        """Whether a submodule has got a hook since."""
+        """Whether a submodule, or all modules, have got a hook or lost one since."""
         return any(len(table) != size for table, size in self._hooks)
+
+
+def owners(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The module and its submodules by name; a wrapper is seen as what it wraps."""
+    return [(name, owner.module if isinstance(owner, Wrapper) else owner) for name, owner in module.named_modules()]
+
+
+def _entry(sequence: Any, position: int) -> Any:
+    return sequence[position] if position < len(sequence) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    """The tables of the hooks that run for every module of the process."""
+    return [getattr(torch_module, f"_global{kind}") for kind in HOOKS]
 
 
 def module_hooks(module: torch.nn.Module) -> str | None:
@@ -63,9 +198,16 @@ def module_hooks(module: torch.nn.Module) -> str | None:
     The hooks of DTensor's parallel styles only place tensors on the mesh: what they launch is captured with the
     module, so they are fine.
     """
-    for name, owner in module.named_modules():
+    for name, owner in owners(module):
         for kind in HOOKS:
             if any(not hook.__module__.startswith(_PLACING) for hook in getattr(owner, kind).values()):
                 where = f"submodule {name!r}" if name else "the module"
-                return f"{where} ({type(owner).__name__}) has {kind.strip('_').replace('_', ' ')}"
+                return f"{where} ({type(owner).__name__}) has {_words(kind)}"
+    for kind, table in zip(HOOKS, _global_hooks(), strict=True):
+        if table:
+            return f"every module has {_words(kind)} (register_module_..._hook)"
     return None
+
+
+def _words(kind: str) -> str:
+    return kind.strip("_").replace("_", " ")

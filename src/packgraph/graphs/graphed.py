@@ -22,12 +22,13 @@ from packgraph.graphs.choose import choose_backend
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.fingerprint import Fingerprint
-from packgraph.graphs.parameters import GradientBuffers, module_generators
+from packgraph.graphs.fingerprint import Change, Fingerprint
+from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
 from packgraph.graphs.program import Program
-from packgraph.graphs.refusals import inside_data_parallel, refusal
+from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
+from packgraph.graphs.wrapper import Wrapper, as_in_training
 from packgraph.packing.capacity import Capacity
 
 MAX_KEYS = 64
@@ -57,7 +58,7 @@ def graph(
     return GraphedModule(module, capacities, backend, warmup, slots, strict, scope, granularity)
 
 
-class GraphedModule(torch.nn.Module):
+class GraphedModule(Wrapper):
     """What `packgraph.graph` returns: behaves as the module it wraps (parameters, state_dict, train and eval).
 
     stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its slots; outputs and the
@@ -66,13 +67,9 @@ class GraphedModule(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, capacities: Sequence[Capacity] | None, backend: str, warmup: int,
                  slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str) -> None:
-        super().__init__()
+        super().__init__(module)
         if warmup < 0 or (slots is not None and slots < 1):
             raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
-        # The wrapper shares the module's tables: it has the same parameters, buffers and names, without a prefix.
-        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
-        self.__dict__["module"] = module
-        self.training = module.training
         self.capacities = tuple(capacities or ())
         self.strict = strict
         self._program = Program(module, scope, granularity)
@@ -89,11 +86,11 @@ class GraphedModule(torch.nn.Module):
         self._failed: set[Hashable] = set()
         self._closed = False
         self.lends = False
-        self.stats = Stats(_pool_bytes=lambda: sum(slot.pool.nbytes() for slot in self._slots.all))
-        reason = refusal(module)
-        if reason is not None:
-            self._complain(CaptureError(reason.what, user_line(), reason.remedy))
-        self._refusal = reason
+        slots_of_stats = self._slots  # not `self`: a module that holds itself is freed by the garbage collector only
+        self.stats = Stats(_pool_bytes=lambda: sum(slot.pool.nbytes() for slot in slots_of_stats.all))
+        self._refusal: Refusal | None = None
+        self._seal()
+        self._ask_for_refusal()
 
     @property
     def capture_backend(self) -> Backend:
@@ -104,18 +101,6 @@ class GraphedModule(torch.nn.Module):
     def backend(self) -> str:
         """Name of the backend in use."""
         return self._backend.name
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["module"], name)
-
-    def train(self, mode: bool = True) -> "GraphedModule":
-        """Set training mode of the wrapped module."""
-        self.module.train(mode)
-        self.training = mode
-        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where possible, eagerly otherwise."""
@@ -141,7 +126,9 @@ class GraphedModule(torch.nn.Module):
             return fallback.NO_KEY
         if call.key in self._failed:
             return fallback.CAPTURE_FAILED
-        self._check_fingerprint()
+        reason = self._check_fingerprint()
+        if reason is not None:
+            return reason
         if call.key not in self._rehearsed and len(self._rehearsed) >= MAX_KEYS:
             return fallback.TOO_MANY_KEYS
         ticket = self._slots.acquire(call.key)
@@ -179,9 +166,9 @@ class GraphedModule(torch.nn.Module):
         """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest first.
 
         samples: one tuple of call arguments per key; their values are not trained on. slots: how many, default the
-        module's `slots`, or one. Changes no training state. Failures are treated as in a call.
+        module's `slots`, or one. Changes no training state. Failures are treated as in a call. Captures what training
+        will call: a module in evaluation mode is switched for the time, gradients are on.
         """
-        self._check_fingerprint()
         calls = []
         for args in samples:
             call = signature(args, {}, self.device)
@@ -190,15 +177,17 @@ class GraphedModule(torch.nn.Module):
                                  f"tensors on {self.device}, packed batches and constants")
             calls.append((call, args))
         calls.sort(key=lambda pair: pair[0].nbytes, reverse=True)
-        tickets = self._slots.reserve(slots or self._slots.limit or 1)
-        try:
+        with as_in_training(self.module), contextlib.ExitStack() as held:
+            self._ask_for_refusal()
+            if self._refusal is not None or self._check_fingerprint() is not None:
+                return
+            tickets = self._slots.reserve(slots or self._slots.limit or 1)
+            for ticket in tickets:
+                held.callback(ticket.release)
             for ticket in tickets:
                 for call, args in calls:
-                    if call.key not in self._failed and self._refusal is None:
+                    if call.key not in self._failed:
                         self._try_variant(call, ticket.slot, args)
-        finally:
-            for ticket in reversed(tickets):
-                ticket.release()
 
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""
@@ -223,8 +212,8 @@ class GraphedModule(torch.nn.Module):
             return fallback.NO_GRAD
         if not self.module.training:
             return fallback.EVALUATION
-        if self._refusal is None and (inside_data_parallel() or (self._fingerprint and self._fingerprint.hooked())):
-            self._refuse_late_hooks()
+        if self._refusal is not None or inside_data_parallel() or (self._fingerprint and self._fingerprint.hooked()):
+            self._ask_for_refusal()
         if self._refusal is not None:
             return self._refusal.reason
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
@@ -235,9 +224,10 @@ class GraphedModule(torch.nn.Module):
             return fallback.WARM_UP
         return reason
 
-    def _refuse_late_hooks(self) -> None:
-        self._refusal = refusal(self.module)
-        if self._refusal is not None:
+    def _ask_for_refusal(self) -> None:
+        """Whether the module can be captured at all now; what was refused before may be fine again."""
+        known, self._refusal = self._refusal, refusal(self.module)
+        if self._refusal is not None and (self.strict or self._refusal != known):
             self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy))
 
     def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,22 +244,34 @@ class GraphedModule(torch.nn.Module):
                         leaf.register_hook(lambda _, number=number: seen.add(number))
         return result
 
-    def _check_fingerprint(self) -> None:
-        """Drop all graphs when a fact they baked about the module has changed; the next call captures again."""
+    def _check_fingerprint(self) -> str | None:
+        """Drop all graphs when a fact they baked about the module has changed; the call then captures again.
+
+        Returns a reason to run this call eagerly, or None.
+        """
         change = self._fingerprint.changed() if self._fingerprint is not None else None
+        if self._fingerprint is not None and change is None:
+            return None
+        if not are_leaves(self.module):
+            return fallback.NOT_LEAVES
         if change is not None:
-            self._refuse_another_device()
-            error = CaptureError(f"{change} after the graphs were captured", user_line(),
-                                 "change parameters in place (copy_, load_state_dict) to keep the graphs")
+            self._start_again(change)
+        self._program = self._program.rebuilt()
+        self._fingerprint = Fingerprint(self.module, self._program.volatile)
+        return None
+
+    def _start_again(self, change: Change) -> None:
+        self._refuse_another_device()
+        if any(slot.variants for slot in self._slots.all):
+            error = CaptureError(f"{change} after the graphs were captured", user_line(), change.remedy)
             if self.strict:
                 raise error
-            warnings.warn(f"capturing again: {error}", PackgraphWarning, stacklevel=4)
-            self.stats.recaptures["module changed"] += self._slots.clear()
-            self._buffers_of_gradients = GradientBuffers()
+            warnings.warn(f"capturing again: {error}", PackgraphWarning, stacklevel=6)
+        self.stats.recaptures["module changed"] += self._slots.clear()
+        self._buffers_of_gradients = GradientBuffers()
+        self._rehearsed.clear()
+        if change.may_help:
             self._failed.clear()
-            self._rehearsed.clear()
-        if self._fingerprint is None or change is not None:
-            self._fingerprint = Fingerprint(self.module)
 
     def _refuse_another_device(self) -> None:
         tensor = next(iter([*self.module.parameters(), *self.module.buffers()]), None)

@@ -4,11 +4,18 @@ Two modes watch the code of a region. The dispatch mode sees every tensor operat
 depends on data (they wait for the device), boolean masks, resized storages. The function mode sees host reads that
 never reach the dispatcher for CPU tensors (`float(t)`, `t.tolist()`, `if t:`). Both raise at the user's line, before
 the operation runs. The dispatch mode also keeps a journal: the old contents of every tensor that existed before and
-is written to, so that running a region for capture can be undone.
+is written to, so that running a region for capture can be undone. Random generators are a fact of the capture too:
+those that it knows are advanced by replays; seeding one, or drawing from any other, is refused.
 """
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -21,6 +28,15 @@ _MASKABLE = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default,
 _RESIZING = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
 _BOOLEAN = (torch.bool, torch.uint8)
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def shapes_only(types: Iterable[type]) -> bool:
+    """Whether an operation on tensors of these types computes shapes and no numbers, so that nobody need see it.
+
+    DTensor runs an operation that is new to it on fake tensors once, to learn the shape of the result.
+    """
+    return any(issubclass(t, FakeTensor) for t in types)
+
 
 _KEEP = "keep the value on the device, or read it after the step"
 _SHAPE = "use a static shape: torch.where or masked_fill instead of selecting rows"
@@ -51,6 +67,11 @@ _WAYS_OUT = {
     "equal": "compare on the device: (a == b).all()",
     "is_nonzero": _KEEP,
 }
+_SEEDING = ("torch.manual_seed", "torch.seed", "torch.random.manual_seed", "torch.random.seed",
+            "torch.cuda.manual_seed", "torch.cuda.manual_seed_all", "torch.cuda.seed", "torch.cuda.seed_all")
+_SPARSE = {"_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_unsafe"}
+_KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
+RESEED = "seed once before training: replays go on with the generator as eager calls would"
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
 
 
@@ -90,12 +111,35 @@ class Journal:
         return [whole for whole, _ in self._saved.values()]
 
 
+@contextlib.contextmanager
+def known_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Within the block captured code may draw from these generators only."""
+    token = _KNOWN.set(frozenset(map(id, generators)))
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
 class HostReadGuard(TorchFunctionMode):
-    """Refuses host reads of tensors. device: only reads of tensors on this device type count (None = all)."""
+    """Refuses host reads of tensors, and seeding. device: only reads of tensors on this device type count (None = all).
+    """
 
     def __init__(self, device: str | None) -> None:
         super().__init__()
         self.device = device
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> "HostReadGuard":
+        for name in _SEEDING:
+            patch = mock.patch(name)
+            self._patches.enter_context(mock.patch(name, _refusing(patch.get_original()[0], name)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -114,6 +158,19 @@ class HostReadGuard(TorchFunctionMode):
         return self.device is None or device == self.device
 
 
+def _refusing(original: Any, name: str) -> Any:
+    """`original`, refused in this thread; others (that prepare data, say) go on."""
+    thread = threading.get_ident()
+
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        raise CaptureError(f"{name} seeds a random generator inside a captured stage: a replay would not seed it again",
+                           user_line(), RESEED)
+
+    return seed
+
+
 class Watch(TorchDispatchMode):
     """Runs code for a capture: journals writes to what existed before, and refuses what a graph cannot hold.
 
@@ -128,29 +185,40 @@ class Watch(TorchDispatchMode):
         self._own: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if shapes_only(types):
+            return func(*args, **kwargs)
         if any(t not in PLAIN_TENSORS for t in types):
             return NotImplemented
-        kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             return func(*args, **kwargs)
         if self.refuse:
             refuse_unsafe(func, args, kwargs, self.device)
         for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
-            if tensor.untyped_storage()._cdata not in self._own:
+            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own:
                 self.journal.before_write(tensor)
-        inputs = {t.untyped_storage()._cdata: t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage()._cdata: t for t in tree_flatten((args, kwargs))[0]
+                  if isinstance(t, torch.Tensor) and t.layout is torch.strided}
         self.external.update((key, t) for key, t in inputs.items() if key not in self._own)
         result = func(*args, **kwargs)
         for out in tree_flatten(result)[0]:
-            if isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in inputs:
+            if isinstance(out, torch.Tensor) and out.layout is torch.strided \
+                    and out.untyped_storage()._cdata not in inputs:
                 self._own.add(out.untyped_storage()._cdata)
         return result
 
 
 def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None) -> None:
-    """Raise CaptureError when `func` would wait for the device or change a storage's size."""
+    """Raise CaptureError when `func` does what a graph cannot: wait for the device, change a storage's size, make a
+    sparse tensor, or draw from a random generator that replays would not advance.
+    """
     name = func.overloadpacket.__name__
-    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+    leaves = tree_flatten((args, kwargs))[0]
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    if name in _SPARSE or any(t.layout is not torch.strided for t in tensors):
+        raise CaptureError(f"a sparse tensor ({name}) inside a captured stage: its size depends on data", user_line(),
+                           "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT)
+    _refuse_random(func, leaves, tensors, kwargs.get("device"), device)
     if func in _RESIZING:
         raise CaptureError(f"{name} changes a tensor's storage inside a captured stage", user_line(), LEAVE_OUT)
     if device is not None and not any(t.device.type == device for t in tensors):
@@ -166,6 +234,23 @@ def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], devi
         shown = "reading a number out of a tensor (Tensor.item())" if name == "_local_scalar_dense" else f"torch.{name}"
         raise CaptureError(f"{shown} waits for the device: its result is needed on the host",
                            user_line(), _WAYS_OUT.get(name, LEAVE_OUT))
+
+
+def _refuse_random(func: Any, leaves: list[Any], tensors: list[torch.Tensor], target: torch.device | None,
+                   device: str | None) -> None:
+    """Refuse an operation whose random numbers would be frozen."""
+    known = _KNOWN.get()
+    for leaf in leaves:
+        if known is not None and isinstance(leaf, torch.Generator) and id(leaf) not in known:
+            raise CaptureError("a random generator that the module does not hold is used inside a captured stage: "
+                               "graphs advance only those they know", user_line(),
+                               "make it an attribute of the module, or use the default generator")
+    if device is None or torch.Tag.nondeterministic_seeded not in func.tags:
+        return
+    place = target or (tensors[0].device if tensors else torch.device("cpu"))
+    if place.type != device:
+        raise CaptureError(f"random numbers are drawn on the {place.type} inside a captured stage on {device}: a graph "
+                           "would freeze them", user_line(), f"draw them on the device: pass device={device!r}")
 
 
 def _refuse_transfer(source: torch.Tensor, kwargs: dict[str, Any]) -> None:

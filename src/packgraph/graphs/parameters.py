@@ -9,6 +9,7 @@ A DTensor has no memory of its own: what is baked, compared or zeroed is its loc
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +56,14 @@ def aliased_parameters(module: torch.nn.Module) -> Iterator[Aliases]:
     finally:
         for owner, name, parameter in replaced:
             owner._parameters[name] = parameter
+
+
+def are_leaves(module: torch.nn.Module) -> bool:
+    """Whether what stands in the tables of parameters are parameters: `torch.func.functional_call` puts other tensors
+    there, whose gradients belong elsewhere.
+    """
+    found = (p for owner in module.modules() for p in owner._parameters.values() if p is not None)
+    return all(isinstance(p, torch.nn.Parameter) and p.is_leaf for p in found)
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
@@ -137,6 +146,16 @@ def static_gradient(window: Window, gradient: torch.Tensor) -> Static:
 
 
 def module_generators(module: torch.nn.Module) -> list[torch.Generator]:
-    """The random generators that the module or its submodules hold as attributes, each once."""
-    found = {id(v): v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Generator)}
+    """The random generators that the module or its submodules hold, as attributes or in containers, each once."""
+    found: dict[int, torch.Generator] = {}
+
+    def look(value: Any, above: tuple[int, ...]) -> None:
+        if isinstance(value, torch.Generator):
+            found[id(value)] = value
+        elif isinstance(value, list | tuple | dict) and id(value) not in above:
+            for entry in value.values() if isinstance(value, dict) else value:
+                look(entry, (*above, id(value)))
+
+    for owner in module.modules():
+        look(vars(owner), ())
     return list(found.values())

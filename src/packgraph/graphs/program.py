@@ -3,6 +3,7 @@
 A module without stages is one stage called `module`: its arguments are the first state, its result the last.
 """
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,24 @@ from packgraph.plan.stages import Stage, Staged, State
 
 
 class Program:
-    """The runs of one module under one scope and granularity."""
+    """The runs of one module under one scope and granularity.
+
+    volatile: attributes of modules (id of the module, name) that eager stages were seen to assign.
+    """
 
     def __init__(self, module: torch.nn.Module, scope: Iterable[str] | None, granularity: str) -> None:
         self.module = module
+        self.scope = scope if scope is None or isinstance(scope, str) else tuple(scope)
+        self.granularity = granularity
+        self.volatile: set[tuple[int, str]] = set()
         self.staged = isinstance(module, Staged)
-        stages = list(module.stages()) if isinstance(module, Staged) else [Stage("module", 0, self._call)]
+        stages = list(module.stages()) if isinstance(module, Staged) else [Stage("module", 0, partial(_call, module))]
         self.stages = stages
-        self.runs: tuple[Run, ...] = cut_runs(stages, scope, granularity)
+        self.runs: tuple[Run, ...] = cut_runs(stages, self.scope, granularity)
 
-    def _call(self, state: State) -> State:
-        return {"outputs": self.module(*state["args"], **state["kwargs"])}
+    def rebuilt(self) -> "Program":
+        """The program of the module as it is now: stages are bound to the submodules that were there when asked."""
+        return Program(self.module, self.scope, self.granularity)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         """The first state."""
@@ -48,6 +56,10 @@ class Program:
         if run.stop - run.start == 1:
             return f"stage {first.name} of layer {first.layer}"
         return f"stages {first.name} of layer {first.layer} to {last.name} of layer {last.layer}"
+
+
+def _call(module: torch.nn.Module, state: State) -> State:
+    return {"outputs": module(*state["args"], **state["kwargs"])}
 
 
 def hide_lengths(state: State) -> State:

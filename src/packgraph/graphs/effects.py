@@ -1,0 +1,236 @@
+"""What running a module for a capture does to Python: found, undone, and refused where a replay would not do it.
+
+A replay runs no Python. So a forward that counts its calls, keeps a loss on the module, or draws from Python's random
+generator does that once, when it is captured, and never again. Captured stages must not; stages that stay eager may,
+since they run at every replay. In all cases what the capture did is undone: a capture changes nothing.
+"""
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.fingerprint import PLAIN, Mark, owners
+from packgraph.graphs.guard import LEAVE_OUT, RESEED
+from packgraph.graphs.program import Program
+from packgraph.plan.regions import Run
+from packgraph.plan.stages import State
+
+# Seeded before a capture, so that code which seeds a generator is seen: its seed is then another one.
+_MARKED_SEED = 0x7061636B
+_TABLES = ("_parameters", "_buffers", "_modules")
+_MISSING = object()
+_RETURN = "return it from forward, or register a buffer and write to it in place"
+
+
+@dataclass(frozen=True)
+class _Content:
+    """A container that `owner` (called `prefix`) holds as `attribute` (None: the attributes themselves), and a copy."""
+
+    container: Any
+    copy: Any
+    prefix: str
+    owner: torch.nn.Module
+    attribute: str | None
+
+    def changed(self) -> str | None:
+        """The attribute whose value or content is another one now, or None."""
+        entry = _difference(self.container, self.copy)
+        if entry is None:
+            return None
+        return str(entry) if self.attribute is None or self.attribute in _TABLES else self.attribute
+
+    def restore(self) -> None:
+        """Put the old content back."""
+        if _difference(self.container, self.copy, exact=True) is None:
+            return
+        if isinstance(self.container, list):
+            self.container[:] = self.copy
+        elif isinstance(self.container, dict):
+            # Not the methods of a subclass: a Counter's update would add.
+            dict.clear(self.container)
+            dict.update(self.container, self.copy)
+        elif isinstance(self.container, set):
+            self.container.clear()
+            self.container.update(self.copy)
+        else:
+            self.container.clear()
+            self.container.extend(self.copy)
+
+
+class HostEffects:
+    """The Python side of one capture of `module`.
+
+    volatile: attributes assigned by eager stages are added to it.
+    """
+
+    def __init__(self, module: torch.nn.Module, volatile: set[Mark] | None = None) -> None:
+        self.module = module
+        self.volatile: set[Mark] = set() if volatile is None else volatile
+
+    def begin(self, generators: Sequence[torch.Generator]) -> None:
+        """Remember everything, and mark the seeds of `generators`, whose states the caller puts back."""
+        self._generators = list(generators)
+        for generator in self._generators:
+            generator.manual_seed(_MARKED_SEED)
+        self._before = self._expected = self._contents()
+        self._seeds = [_MARKED_SEED] * len(self._generators)
+        self._random_before = self._random = _random_states()
+
+    def undo(self) -> None:
+        """Put back what Python code has changed."""
+        for content in self._before:
+            content.restore()
+        python, numpy = self._random_before
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy.random"].set_state(numpy)
+
+    def check(self, parameters_too: bool = True) -> None:
+        """Raise CaptureError when captured code has changed something that a replay would not change.
+
+        parameters_too: False while aliases stand in for the parameters.
+        """
+        for content in self._expected:
+            if content.attribute == "_parameters" and not parameters_too:
+                continue
+            name = content.changed()
+            if name is not None:
+                kind = type(content.owner).__name__
+                what = f"{kind}.forward" + (f" ({content.prefix})" if content.prefix else "")
+                raise CaptureError(f"{what} assigns or changes self.{name}: that would happen at capture only, "
+                                   "never at a replay", _forward_line(content.owner), _RETURN)
+        if not _same_states(self._random, _random_states()):
+            raise CaptureError("the module draws random numbers on the host (random or numpy.random): a graph would "
+                               "freeze them", _forward_line(self.module), "draw them with torch, or pass them in")
+        if self._seeds != [generator.initial_seed() for generator in self._generators]:
+            raise CaptureError("the module seeds a random generator: a graph would not seed it again",
+                               _forward_line(self.module), RESEED)
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
+        self.check(parameters_too=False)
+        before = self._contents()
+        yield
+        for content in before:
+            name = content.changed()
+            if name is not None:
+                self.volatile.add((id(content.owner), name))
+        parameters = [content for content in self._expected if content.attribute == "_parameters"]
+        self._expected = [c for c in self._contents() if c.attribute != "_parameters"] + parameters
+        self._random = _random_states()
+        self._seeds = [generator.initial_seed() for generator in self._generators]
+
+    def _contents(self) -> list[_Content]:
+        found: list[_Content] = []
+        seen: set[int] = set()
+
+        def note(container: Any, prefix: str, owner: torch.nn.Module, attribute: str | None) -> None:
+            if id(container) in seen:
+                return
+            seen.add(id(container))
+            found.append(_Content(container, _copy(container), prefix, owner, attribute))
+            if isinstance(container, dict):
+                for name, value in container.items():
+                    if _is_container(value):
+                        note(value, prefix, owner, name if attribute is None else attribute)
+            else:
+                for value in container:
+                    if _is_container(value):
+                        note(value, prefix, owner, attribute)
+
+        for prefix, owner in owners(self.module):
+            note(vars(owner), prefix, owner, None)
+        return found
+
+
+class ObservedProgram(Program):
+    """A program whose run for a capture is watched by `effects`; numbers that a graph would freeze are refused."""
+
+    def __init__(self, program: Program, effects: HostEffects) -> None:
+        self.__dict__.update(vars(program))
+        self._effects = effects
+        self._given: list[Any] = []
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+        """The first state."""
+        self._given = _numbers((args, kwargs))
+        with self._effects.allowed():
+            return super().begin(args, kwargs)
+
+    def run(self, run: Run, state: State) -> State:
+        """Run the stages of `run` on `state`."""
+        if run.captured:
+            return super().run(run, state)
+        with self._effects.allowed():
+            return super().run(run, state)
+
+    def end(self, state: State) -> Any:
+        """The call's outputs. Raises CaptureError for a number that captured code has made."""
+        with self._effects.allowed():
+            result = super().end(state)
+        if all(run.captured for run in self.runs):
+            frozen = _numbers(state)
+            for number in _numbers(result):
+                if number in frozen and number not in self._given:
+                    raise CaptureError(f"the module returns the number {number[1]!r}: every replay would return the "
+                                       "same", _forward_line(self.module), "return a tensor instead. " + LEAVE_OUT)
+        return result
+
+
+def _numbers(tree: Any) -> list[tuple[type, Any]]:
+    """The Python numbers in `tree`, with their type: True, 1 and 1.0 are equal in Python."""
+    return [(type(leaf), leaf) for leaf in tree_leaves(tree) if type(leaf) in (int, float, complex)]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | dict | set | deque)
+
+
+def _copy(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else set(container) if isinstance(container, set) \
+        else list(container)
+
+
+def _difference(now: Any, old: Any, exact: bool = False) -> Any:
+    """A key (of a dict) or True (of others) under which `now` differs from its copy `old`, or None."""
+    if isinstance(now, set):
+        return True if now != old else None
+    if not isinstance(now, dict):
+        same = len(now) == len(old) and all(_same(a, b, exact) for a, b in zip(now, old, strict=True))
+        return None if same else True
+    for key, value in old.items():
+        if not _same(now.get(key, _MISSING), value, exact):
+            return key
+    return next((key for key in now if key not in old), None)
+
+
+def _same(now: Any, old: Any, exact: bool) -> bool:
+    return now is old or (not exact and isinstance(now, PLAIN) and type(now) is type(old) and bool(now == old))
+
+
+def _random_states() -> tuple[Any, Any]:
+    """The states of Python's and of numpy's global generator, the latter if numpy is in use at all."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), numpy.get_state() if numpy is not None else None
+
+
+def _same_states(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    if one[1] is None or other[1] is None:  # numpy was imported meanwhile: it cannot have been drawn from knowingly
+        return bool(one[0] == other[0])
+    return bool(one[0] == other[0] and one[1][1].tobytes() == other[1][1].tobytes() and one[1][2:] == other[1][2:])
+
+
+def _forward_line(module: torch.nn.Module) -> str:
+    """`file.py:LINE in forward` of the module's class."""
+    code = getattr(module.forward, "__code__", None)
+    if code is None or code.co_filename == torch.nn.modules.module.__file__:
+        return user_line()
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
