@@ -81,6 +81,21 @@ def test_rows_with_seq_lengths_are_several_documents():
     assert masked.labels.tolist()[:6] == [-100, 7, -100, -100, 10, -100]
 
 
+@pytest.mark.parametrize("bounds", [{"seq_lengths": [3, 0, 1, 2, 0]}, {"cu_seq_lens_q": [0, 3, 3, 4, 6, 6]}])
+def test_boundaries_without_a_token_between_them_are_no_document(bounds):
+    (wanted,) = pack(DOCUMENTS, [CAPACITY])
+    assert same(pack([{"input_ids": [5, 6, 7, 8, 9, 10], **bounds}], [CAPACITY])[0], wanted)
+
+
+@pytest.mark.parametrize(("ids", "text"), [
+    (torch.ones(2, 3, dtype=torch.int64), r"Tensor of shape \[2, 3\]; its rows may end in padding"),
+    (np.ones((2, 3), dtype=np.int64), r"ndarray of shape \[2, 3\]"),
+    (torch.ones(3, dtype=torch.int64), r"write \[ids\] for a single document")])
+def test_one_tensor_is_no_list_of_documents(ids, text):
+    with pytest.raises(TypeError, match=text):
+        pack(ids, [CAPACITY])
+
+
 def test_rows_of_a_data_set_are_taken():
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 8], [9, 10]], "seq_lengths": [[3, 1], [2]]})
@@ -101,7 +116,10 @@ def test_rows_of_a_data_set_are_taken():
     ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 values for 2 tokens"),
     ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "holds padding"),
     ({"input_ids": [1, 2], "seq_lengths": [1, 2]}, "lengths sum to 3, but it has 2 tokens"),
-    ({"input_ids": [1, 2], "seq_lengths": [2, 0]}, "document 1, part 1 is empty"),
+    ({"input_ids": [1, 2], "seq_lengths": [3, -1]}, r"seq_lengths has a negative length \(-1\)"),
+    ({"input_ids": [1, 2], "cu_seq_lens_q": [0, 3, 2]}, r"cu_seq_lens_q falls \(-1\)"),
+    (np.array([2**63 + 5], dtype=np.uint64), "9223372036854775813 does not fit in int64"),
+    (7, r"document 1: expected token ids of shape \[n\], got \[\]; one document is a list"),
     ({"input_ids": [1, 2], "position_ids": [0]}, "position_ids has 1 values for 2 tokens"),
     (torch.zeros(3, dtype=torch.int64, device="meta"), "document 1 is a tensor on meta.*host wait"),
     ({"input_ids": torch.zeros(3, dtype=torch.int64, device="meta")}, "input_ids is a tensor on meta"),

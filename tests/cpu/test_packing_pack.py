@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from packgraph.packing.capacity import Capacity, CapacitySet
+from packgraph.packing.capacity import Capacity, CapacitySet, read_capacities
 from packgraph.packing.fit import best_fit_decreasing
 from packgraph.packing.pack import pack, pack_stream
 from packgraph.packing.report import PackReport
@@ -141,6 +141,19 @@ def test_bad_arguments_are_refused():
         pack([[1]], [512])
     with pytest.raises(TypeError, match="list of documents"):
         pack("text", [Capacity(8, 4)])
+
+
+def test_capacities_may_be_one_and_of_any_whole_numbers():
+    capacity = Capacity(np.int64(8), np.int32(4))  # type: ignore[arg-type]
+    assert capacity == Capacity(8, 4) and {type(capacity.tokens), type(capacity.documents)} == {int}
+    assert pack([[1, 2]], capacity)[0].capacity == capacity
+    assert read_capacities(capacity) == read_capacities([capacity, capacity]) == (capacity,)
+    for wrong in (512, [512], "8x4", None, [(8, 4)]):
+        with pytest.raises(TypeError, match=r"packgraph\.Capacity"):
+            read_capacities(wrong)
+    for number in (4.0, True, "4", 0):
+        with pytest.raises(ValueError, match="whole number of at least 1"):
+            Capacity(8, number)  # type: ignore[arg-type]
 
 
 def test_nothing_packs_to_nothing():

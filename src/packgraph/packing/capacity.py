@@ -3,8 +3,10 @@
 Whether documents fit depends on three numbers only: their tokens, their count and the longest of them. A `CapacitySet`
 answers all questions of the packers from these; several capacities need not be ordered in all three at once.
 """
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, order=True)
@@ -24,8 +26,10 @@ class Capacity:
             object.__setattr__(self, "longest", self.tokens)
         for name in ("tokens", "documents", "longest"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            number = _whole_number(value)
+            if number is None or number < 1:
                 raise ValueError(f"Capacity: {name} must be a whole number of at least 1, got {value!r}")
+            object.__setattr__(self, name, number)
         if self.bound > self.tokens:
             raise ValueError(f"Capacity: longest ({self.longest}) must not exceed tokens ({self.tokens}): a document "
                              "of that length would not fit; leave longest out or lower it")
@@ -40,20 +44,42 @@ class Capacity:
         return tokens <= self.tokens and documents <= self.documents and longest <= self.bound
 
 
+def _whole_number(value: Any) -> int | None:
+    """`value` as a plain int if it is a whole number of any type (NumPy's too), else None; a bool is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def read_capacities(capacities: Any) -> tuple[Capacity, ...]:
+    """What a user gives as capacities, one `Capacity` or several of them, smallest first and each once.
+
+    Raises TypeError when something else is among them, ValueError when there are none.
+    """
+    example = "Capacity(tokens=1024, documents=32)"
+    if isinstance(capacities, Capacity):
+        return (capacities,)
+    if isinstance(capacities, (str, bytes)) or not isinstance(capacities, Iterable):
+        raise TypeError(f"capacities must be a packgraph.Capacity or a list of them, got {capacities!r}; write "
+                        f"[{example}]")
+    given = list(capacities)
+    for item in given:
+        if not isinstance(item, Capacity):
+            raise TypeError(f"capacities must be packgraph.Capacity objects, got {item!r}; write {example}")
+    if not given:
+        raise ValueError(f"capacities must name at least one Capacity, such as {example}")
+    return tuple(sorted(set(given)))
+
+
 class CapacitySet:
     """The capacities packs may have, smallest first."""
 
-    def __init__(self, capacities: Iterable[Capacity]) -> None:
+    def __init__(self, capacities: Capacity | Iterable[Capacity]) -> None:
         """Raises ValueError when there are none, TypeError when something else is among them."""
-        if isinstance(capacities, Capacity):
-            capacities = [capacities]
-        given = list(capacities)
-        wrong = [item for item in given if not isinstance(item, Capacity)]
-        if wrong:
-            raise TypeError(f"capacities must be packgraph.Capacity objects, got {wrong[0]!r}")
-        if not given:
-            raise ValueError("capacities must name at least one Capacity, such as Capacity(tokens=1024, documents=32)")
-        self.sorted = tuple(sorted(set(given)))
+        self.sorted = read_capacities(capacities)
 
     @property
     def longest(self) -> int:

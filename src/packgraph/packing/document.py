@@ -49,6 +49,12 @@ def read_documents(documents: Any) -> Iterator[Document]:
         return
     if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
         raise TypeError(f"documents must be a list of documents (token ids), got {type(documents).__name__}")
+    if isinstance(documents, (torch.Tensor, np.ndarray)):
+        shape = list(documents.shape)
+        raise TypeError(f"documents must be a list of documents, got one {type(documents).__name__} of shape {shape}; "
+                        + ("write [ids] for a single document" if len(shape) < 2 else
+                           "its rows may end in padding, which would be trained on: pass [row[:length] for each row], "
+                           "or list(ids) if no row is padded"))
     for index, item in enumerate(documents):
         yield from read_item(item, f"document {index}")
 
@@ -103,10 +109,11 @@ def _targets(item: Mapping[str, Any], tokens: Ids, name: str) -> Ids | None:
 def _lengths(item: Mapping[str, Any], total: int, name: str) -> Ids | None:
     """Lengths of the documents in a row from whatever boundaries it has; None when it has none."""
     if item.get("seq_lengths") is not None:
-        return _ids(item["seq_lengths"], f"{name}, seq_lengths").reshape(-1)
+        return _not_empty(_ids(item["seq_lengths"], f"{name}, seq_lengths").reshape(-1),
+                          f"{name}: seq_lengths has a negative length")
     if item.get("cu_seq_lens_q") is not None:
-        lengths = np.diff(_ids(item["cu_seq_lens_q"], f"{name}, cu_seq_lens_q").reshape(-1))
-        return lengths[lengths > 0]
+        bounds = _ids(item["cu_seq_lens_q"], f"{name}, cu_seq_lens_q").reshape(-1)
+        return _not_empty(np.diff(bounds), f"{name}: cu_seq_lens_q falls")
     for key, step in (("seq_idx", 0), ("position_ids", 1)):
         if item.get(key) is not None and total:
             values = _ids(item[key], f"{name}, {key}").reshape(-1)
@@ -115,6 +122,13 @@ def _lengths(item: Mapping[str, Any], total: int, name: str) -> Ids | None:
             starts = np.flatnonzero(np.diff(values, prepend=values[0] - step - 1) != step)
             return np.diff(starts, append=total)
     return None
+
+
+def _not_empty(lengths: Ids, problem: str) -> Ids:
+    """`lengths` without the zeros that stand for no document. Raises ValueError with `problem` for a negative one."""
+    if (lengths < 0).any():
+        raise ValueError(f"{problem} ({lengths.min()}); boundaries must not go back")
+    return lengths[lengths > 0]
 
 
 def _same_length(values: Any, tokens: Ids, name: str, key: str) -> Ids:
@@ -156,12 +170,15 @@ def _ids(values: Any, name: str, *, allow_bool: bool = False) -> Ids:
         return array.astype(np.int64)
     if array.dtype.kind not in ("iub" if allow_bool else "iu"):
         raise ValueError(f"{name}: expected whole numbers (token ids), got {array.dtype}; tokenize text first")
+    if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name}: {array.max()} does not fit in int64, so it is no token id")
     return array.astype(np.int64, copy=False)
 
 
 def _checked(tokens: Ids, targets: Ids | None, name: str) -> Document:
     if tokens.ndim != 1:
-        raise ValueError(f"{name}: expected token ids of shape [n], got {list(tokens.shape)}")
+        hint = "; one document is a list of token ids: write [ids]" if tokens.ndim == 0 else ""
+        raise ValueError(f"{name}: expected token ids of shape [n], got {list(tokens.shape)}{hint}")
     if not len(tokens):
         raise ValueError(f"{name} is empty; leave it out")
     if tokens.min() < 0:

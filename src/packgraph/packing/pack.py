@@ -11,14 +11,14 @@ from packgraph.packing.report import PackReport
 from packgraph.packing.window import Window, build_pack
 
 
-def pack(documents: Any, capacities: Iterable[Capacity], *, overlong: Overlong = "error", window: int | None = None,
-         report: PackReport | None = None) -> list[PackedBatch]:
+def pack(documents: Any, capacities: Capacity | Iterable[Capacity], *, overlong: Overlong = "error",
+         window: int | None = None, report: PackReport | None = None) -> list[PackedBatch]:
     """Pack `documents` by best-fit-decreasing over all of them, or over a `window` of that many at a time.
 
     documents: sequences of token ids (lists, tuples, arrays, CPU tensors), mappings with `input_ids` and optionally
     `labels`, masks or `seq_lengths`, or the output of transformers' DataCollatorWithFlattening; see `document.py`.
-    capacities: static shapes a pack may have. overlong: what happens to a document longer than all of them.
-    report: gets the counts (dropped and split documents, padding) added.
+    capacities: static shapes a pack may have, one or several. overlong: what happens to a document longer than all of
+    them: an error, split into pieces, or drop. report: gets the counts (split and dropped documents, padding) added.
 
     Returns packs on the host; documents stand in a pack in their given order, and packs in the order of their first
     documents (with a window: of the longest waiting ones).
@@ -33,8 +33,8 @@ def pack(documents: Any, capacities: Iterable[Capacity], *, overlong: Overlong =
     return [build_pack([parts[member] for member in planned.members], planned, allowed, counts) for planned in plan]
 
 
-def pack_stream(documents: Any, capacities: Iterable[Capacity], *, window: int = 256, overlong: Overlong = "error",
-                report: PackReport | None = None) -> Iterator[PackedBatch]:
+def pack_stream(documents: Any, capacities: Capacity | Iterable[Capacity], *, window: int = 256,
+                overlong: Overlong = "error", report: PackReport | None = None) -> Iterator[PackedBatch]:
     """Pack a stream of documents lazily, with at most `window` of them waiting; otherwise as `pack`.
 
     Raises ValueError at once for a bad `window`, `capacities` or `overlong`, and on the way for bad documents.
