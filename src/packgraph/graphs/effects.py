@@ -5,6 +5,7 @@ generator does that once, when it is captured, and never again. Captured stages 
 since they run at every replay. In all cases what the capture did is undone: a capture changes nothing.
 """
 import contextlib
+import dis
 import random
 import sys
 from collections import deque
@@ -39,16 +40,16 @@ class _Content:
     owner: torch.nn.Module
     attribute: str | None
 
-    def changed(self) -> str | None:
-        """The attribute whose value or content is another one now, or None."""
-        entry = _difference(self.container, self.copy)
-        if entry is None:
-            return None
-        return str(entry) if self.attribute is None or self.attribute in _TABLES else self.attribute
+    def changed(self) -> list[str]:
+        """The attributes whose value or content is another one now."""
+        entries = _differences(self.container, self.copy)
+        if entries and self.attribute is not None and self.attribute not in _TABLES:
+            return [self.attribute]
+        return [str(entry) for entry in entries]
 
     def restore(self) -> None:
         """Put the old content back."""
-        if _difference(self.container, self.copy, exact=True) is None:
+        if not _differences(self.container, self.copy, exact=True):
             return
         if isinstance(self.container, list):
             self.container[:] = self.copy
@@ -100,12 +101,12 @@ class HostEffects:
         for content in self._expected:
             if content.attribute == "_parameters" and not parameters_too:
                 continue
-            name = content.changed()
-            if name is not None:
+            names = content.changed()
+            if names:
                 kind = type(content.owner).__name__
                 what = f"{kind}.forward" + (f" ({content.prefix})" if content.prefix else "")
-                raise CaptureError(f"{what} assigns or changes self.{name}: that would happen at capture only, "
-                                   "never at a replay", _forward_line(content.owner), _RETURN)
+                raise CaptureError(f"{what} assigns or changes self.{names[0]}: that would happen at capture only, "
+                                   "never at a replay", _assignment_line(content.owner, names[0]), _RETURN)
         if not _same_states(self._random, _random_states()):
             raise CaptureError("the module draws random numbers on the host (random or numpy.random): a graph would "
                                "freeze them", _forward_line(self.module), "draw them with torch, or pass them in")
@@ -120,9 +121,7 @@ class HostEffects:
         before = self._contents()
         yield
         for content in before:
-            name = content.changed()
-            if name is not None:
-                self.volatile.add((id(content.owner), name))
+            self.volatile.update((id(content.owner), name) for name in content.changed())
         parameters = [content for content in self._expected if content.attribute == "_parameters"]
         self._expected = [c for c in self._contents() if c.attribute != "_parameters"] + parameters
         self._random = _random_states()
@@ -199,17 +198,15 @@ def _copy(container: Any) -> Any:
         else list(container)
 
 
-def _difference(now: Any, old: Any, exact: bool = False) -> Any:
-    """A key (of a dict) or True (of others) under which `now` differs from its copy `old`, or None."""
+def _differences(now: Any, old: Any, exact: bool = False) -> list[Any]:
+    """The keys (of a dict) or [True] (of others) where `now` differs from its copy `old`."""
     if isinstance(now, set):
-        return True if now != old else None
+        return [True] if now != old else []
     if not isinstance(now, dict):
         same = len(now) == len(old) and all(_same(a, b, exact) for a, b in zip(now, old, strict=True))
-        return None if same else True
-    for key, value in old.items():
-        if not _same(now.get(key, _MISSING), value, exact):
-            return key
-    return next((key for key in now if key not in old), None)
+        return [] if same else [True]
+    changed = [key for key, value in old.items() if not _same(dict.get(now, key, _MISSING), value, exact)]
+    return changed + [key for key in now if key not in old]
 
 
 def _same(now: Any, old: Any, exact: bool) -> bool:
@@ -226,6 +223,19 @@ def _same_states(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
     if one[1] is None or other[1] is None:  # numpy was imported meanwhile: it cannot have been drawn from knowingly
         return bool(one[0] == other[0])
     return bool(one[0] == other[0] and one[1][1].tobytes() == other[1][1].tobytes() and one[1][2:] == other[1][2:])
+
+
+def _assignment_line(module: torch.nn.Module, name: str) -> str:
+    """The line in the methods of the module's class that assigns the attribute, or the one where forward begins."""
+    for kind in type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]:
+        for method, function in vars(kind).items():
+            code = getattr(function, "__code__", None)
+            if code is None or method == "__init__":
+                continue
+            for step in dis.get_instructions(code):
+                if step.opname == "STORE_ATTR" and step.argval == name and step.positions is not None:
+                    return f"{code.co_filename}:{step.positions.lineno} in {code.co_name}"
+    return _forward_line(module)
 
 
 def _forward_line(module: torch.nn.Module) -> str:

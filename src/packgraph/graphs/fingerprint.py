@@ -43,7 +43,7 @@ class Change(NamedTuple):
 
 
 class _TensorFact(NamedTuple):
-    """A tensor as it was. get: of the table or container that holds it under `key`."""
+    """A tensor as it was (a sparse one is a value, known by identity). get: of what holds it under `key`."""
 
     get: Callable[[Any], Any]
     key: Any
@@ -104,15 +104,15 @@ class Fingerprint:
 
     def _note_value(self, get: Callable[[Any], Any], key: Any, value: Any, name: str, mark: Mark,
                     above: set[int], plain_too: bool = True) -> None:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             local = local_tensor(value)
             trains = value.requires_grad
-            self._tensors.append(_TensorFact(get, key, value, local, _pointer(local), local.shape, _stride(local),
+            self._tensors.append(_TensorFact(get, key, value, local, local.data_ptr(), local.shape, local.stride(),
                                              local.dtype, trains, trains and has_hooks(value), name, mark))
         elif _is_plain(value):
             if plain_too:
                 self._values.append(_ValueFact(get, key, value, True, name, mark))
-        elif isinstance(value, torch.Generator) or callable(value):
+        elif isinstance(value, torch.Tensor | torch.Generator) or callable(value):
             self._values.append(_ValueFact(get, key, value, False, name, mark))
         elif isinstance(value, list | tuple | dict) and id(value) not in above:
             self._values.append(_ValueFact(get, key, value, False, name, mark))
@@ -142,10 +142,11 @@ class Fingerprint:
 
     def _tensors_changed(self) -> Change | None:
         for get, key, tensor, local, pointer, shape, stride, dtype, trains, hooks, name, mark in self._tensors:
-            if get(key) is not tensor or local_tensor(tensor) is not local or _pointer(local) != pointer:
+            if get(key) is not tensor or local.data_ptr() != pointer \
+                    or (local is not tensor and local_tensor(tensor) is not local):
                 if mark not in self._volatile:
                     return Change(f"the storage of {name!r} was replaced", _IN_PLACE)
-            elif _stride(local) != stride or local.shape != shape or local.dtype != dtype:
+            elif local.stride() != stride or local.shape != shape or local.dtype != dtype:
                 return Change(f"shape, strides or dtype of {name!r} changed", _IN_PLACE)
             elif tensor.requires_grad != trains:
                 return Change(f"requires_grad of {name!r} changed", _AT_FIRST)
@@ -177,14 +178,6 @@ def _entry(sequence: Any, position: int) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
-
-
-def _pointer(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def _global_hooks() -> list[dict[int, Any]]:

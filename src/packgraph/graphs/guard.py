@@ -114,7 +114,7 @@ class Journal:
 @contextlib.contextmanager
 def known_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Within the block captured code may draw from these generators only."""
-    token = _KNOWN.set(frozenset(map(id, generators)))
+    token = _KNOWN.set(frozenset(generator._cdata for generator in generators))  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -239,9 +239,10 @@ def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], devi
 def _refuse_random(func: Any, leaves: list[Any], tensors: list[torch.Tensor], target: torch.device | None,
                    device: str | None) -> None:
     """Refuse an operation whose random numbers would be frozen."""
-    known = _KNOWN.get()
+    known = _KNOWN.get()  # by address: the dispatcher makes a new Python object for the same generator
     for leaf in leaves:
-        if known is not None and isinstance(leaf, torch.Generator) and id(leaf) not in known:
+        if known is not None and isinstance(leaf, torch.Generator) \
+                and leaf._cdata not in known:  # type: ignore[attr-defined]
             raise CaptureError("a random generator that the module does not hold is used inside a captured stage: "
                                "graphs advance only those they know", user_line(),
                                "make it an attribute of the module, or use the default generator")

@@ -1,0 +1,284 @@
+"""What graphs bake about a module and its Python state: seen when it changes, undone after a capture, or refused."""
+import random
+import time
+
+import pytest
+import torch
+from statekit import One, Staged, X, captured, train
+from torch import nn
+
+from packgraph.graphs.effects import HostEffects
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
+from packgraph.graphs.fingerprint import Fingerprint
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.guard import refuse_unsafe
+
+# ---- facts that change after the capture
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_that_comes_later_fires(kind):
+    graphed = captured(One(), X)
+    seen = []
+    handle = getattr(graphed.module.linear.weight, kind)(lambda _: seen.append(1))
+    with pytest.warns(PackgraphWarning, match=r"'linear\.weight' got its first hook"):
+        graphed(X).sum().backward()
+    train(graphed, X, 2)
+    assert len(seen) == 3 and graphed.stats.replayed == 5
+    handle.remove()
+    train(graphed, X)
+    assert len(seen) == 3
+
+
+def masked(module, x):
+    return module.linear(x) if module.mask is None else module.linear(x) * module.mask
+
+
+def buffer_of_none():
+    module = One(masked)
+    module.register_buffer("mask", None)
+    return module
+
+
+CHANGES = {
+    "a bias where none was": (lambda: nn.Linear(4, 4, bias=False),
+                              lambda m: setattr(m, "bias", nn.Parameter(torch.ones(4)))),
+    "a buffer that was None": (buffer_of_none, lambda m: setattr(m, "mask", torch.zeros(4))),
+    "an attribute that was None": (lambda: One(masked, mask=None), lambda m: setattr(m, "mask", torch.zeros(4))),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)), lambda m: setattr(m[1], "p", 0.0)),
+    "a number": (lambda: One(lambda m, x: m.linear(x) * m.alpha, alpha=1.0), lambda m: setattr(m, "alpha", 0.5)),
+    "a new attribute": (lambda: One(lambda m, x: m.linear(x) * getattr(m, "alpha", 1.0)),
+                        lambda m: setattr(m, "alpha", 0.5)),
+    "a function": (lambda: One(lambda m, x: m.act(m.linear(x)), act=torch.relu),
+                   lambda m: setattr(m, "act", torch.tanh)),
+    "a tensor in a list": (lambda: One(lambda m, x: m.linear(x) * m.tables[0], tables=[torch.ones(4)]),
+                           lambda m: m.tables.__setitem__(0, torch.zeros(4))),
+    "a tensor in a dict of tuples": (lambda: One(lambda m, x: m.linear(x) * m.t["a"][0], t={"a": (torch.ones(4),)}),
+                                     lambda m: m.t.update(a=(torch.zeros(4),))),
+    "a number in a list": (lambda: One(lambda m, x: m.linear(x) * m.scales[1], scales=[1, 2]),
+                           lambda m: m.scales.__setitem__(1, 3)),
+    "a longer list": (lambda: One(lambda m, x: m.linear(x) * len(m.scales), scales=[1]), lambda m: m.scales.append(2)),
+    "other strides": (lambda: nn.Linear(4, 4), lambda m: setattr(m.weight, "data", m.weight.data.t())),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_fact_that_changes_after_the_capture_is_seen(case):
+    make, change = CHANGES[case]
+    torch.manual_seed(3)
+    module = make()
+    graphed = captured(module, X)
+    change(module)
+    with pytest.warns(PackgraphWarning, match="capturing again"):
+        out = graphed(X)
+    assert torch.equal(out, module(X)) and graphed.stats.replayed == 3
+    train(graphed, X)
+    assert graphed.stats.recaptures["module changed"] == 1
+
+
+@pytest.mark.parametrize(("change", "remedy"), [
+    (lambda m: setattr(m.weight, "data", m.weight.data.clone()), "in place"),
+    (lambda m: m.weight.requires_grad_(False), "before the first captured call"),
+    (lambda m: setattr(m, "out_features", 5), "as an argument"),
+])
+def test_the_warning_says_what_fits(change, remedy):
+    graphed = captured(nn.Linear(4, 4), X)
+    change(graphed.module)
+    with pytest.warns(PackgraphWarning, match=remedy):
+        graphed(X)
+
+
+def test_equal_values_are_no_change_and_the_check_is_cheap():
+    module = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(130))
+    fingerprint = Fingerprint(module)
+    for layer in module:
+        layer[1].p, layer[0].in_features = float("0.1"), int("4")
+    assert fingerprint.changed() is None
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        fingerprint.changed()
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.005  # 0.5 ms on an idle machine: generous, since tests share theirs
+
+
+# ---- what forward does to Python
+
+
+def counts(module, x):
+    module.calls += 1
+    return module.linear(x)
+
+
+def keeps_a_loss(module, x):
+    out = module.linear(x)
+    module.auxiliary = out.pow(2).mean()
+    return out
+
+
+def appends(module, x):
+    module.log["losses"].append(1.0)
+    return module.linear(x)
+
+
+def replaces_a_buffer(module, x):
+    module.average = 0.9 * module.average + 0.1 * x.mean(0)
+    return module.linear(x) + module.average
+
+
+def with_buffer():
+    module = One(replaces_a_buffer)
+    module.register_buffer("average", torch.zeros(4))
+    return module
+
+
+ASSIGNMENTS = {"calls": lambda: One(counts, calls=0), "auxiliary": lambda: One(keeps_a_loss),
+               "log": lambda: One(appends, log={"losses": []}), "average": with_buffer}
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_a_forward_that_assigns_is_refused_and_undone(name):
+    eager, graphed = ASSIGNMENTS[name](), graph(ASSIGNMENTS[name](), warmup=1)
+    for model in (eager, graphed):
+        model(X).sum().backward() if model is eager else train(model, X)
+    before = str(vars(graphed.module).get(name))
+    strict = graph(graphed.module, warmup=0, strict=True)
+    with pytest.raises(CaptureError, match=rf"One\.forward assigns or changes self\.{name}") as caught:
+        strict(X)
+    assert "in forward" in caught.value.where and "return it from forward" in caught.value.remedy
+    assert before == str(vars(graphed.module).get(name))
+    for model in (eager, graphed):
+        train(model, X, 3)
+    assert graphed.stats.fallbacks["capture failed"] == 3
+    now = [getattr(model, name) for model in (eager, graphed)]
+    assert torch.equal(*now) if isinstance(now[0], torch.Tensor) else now[0] == now[1]
+
+
+def test_the_line_of_the_assignment_is_named():
+    class Counting(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            self.calls = getattr(self, "calls", 0) + 1
+            return out
+
+    with pytest.raises(CaptureError, match="assigns or changes self") as caught:
+        graph(nn.Sequential(Counting(4, 4)), warmup=0, strict=True)(X)
+    line = Counting.forward.__code__.co_firstlineno + 2
+    assert caught.value.where == f"{__file__}:{line} in forward"
+
+
+@pytest.mark.parametrize("draw", ["random", "numpy"])
+def test_drawing_random_numbers_on_the_host_is_refused_and_undone(draw):
+    numpy = pytest.importorskip("numpy")
+    function = random.random if draw == "random" else numpy.random.rand
+    random.seed(1)
+    numpy.random.seed(1)
+    expected = [function() for _ in range(2)]
+    random.seed(1)
+    numpy.random.seed(1)
+    with pytest.raises(CaptureError, match="draws random numbers on the host"):
+        graph(One(lambda m, x: m.linear(x) * float(function())), warmup=0, strict=True)(X)
+    assert [function() for _ in range(2)] == expected
+
+
+def test_an_eager_stage_may_do_what_it_likes():
+    def between(module, state):
+        module.seen = getattr(module, "seen", 0) + 1
+        module.last = state["x"].detach().sum()
+        random.random()
+        return state
+
+    module = Staged(between)
+    graphed = graph(module, scope=["attn", "mlp"], warmup=1, strict=True)
+    for _ in range(4):
+        graphed(X).sum().backward()
+    assert module.seen == 4 and graphed.stats.replayed == 3 and graphed.stats.captured == 2
+
+
+def test_a_failed_capture_is_not_tried_again_because_eager_calls_assign():
+    graphed = graph(One(counts, calls=0), warmup=0)
+    for rows in (2, 3, 2, 3, 2):
+        train(graphed, X[:rows])
+    assert graphed.module.calls == 5 and len(graphed._failed) == 2
+    assert graphed.stats.fallbacks["capture failed"] == 5
+
+
+def test_containers_are_restored_by_content():
+    module = One(items=[1, [2]], table={"a": {1}})
+    effects = HostEffects(module)
+    effects.begin([])
+    module.items[1].append(3)
+    module.table["a"].add(2)
+    module.new, module.linear = 1, nn.Identity()
+    with pytest.raises(CaptureError):
+        effects.check()
+    effects.undo()
+    assert module.items == [1, [2]] and module.table == {"a": {1}} and not hasattr(module, "new")
+    assert isinstance(module.linear, nn.Linear)
+    effects.check()
+
+
+def test_a_number_in_the_result_is_refused():
+    with pytest.raises(CaptureError, match="returns the number"):
+        graph(One(lambda m, x: (m.linear(x), 1.5)), warmup=0, strict=True)(X)
+
+
+# ---- random generators
+
+
+def noisy(module, x):
+    held = module.held
+    return module.linear(x) * torch.rand(4, generator=held[0] if isinstance(held, list) else held)
+
+
+@pytest.mark.parametrize("wrap", [lambda g: g, lambda g: [g]], ids=["attribute", "list"])
+def test_a_generator_that_comes_after_wrapping_is_advanced_as_in_eager(wrap):
+    states, outputs = [], []
+    for wrapped in (False, True):
+        module = One(noisy)
+        model = graph(module, warmup=0, strict=True) if wrapped else module
+        generator = torch.Generator().manual_seed(5)
+        module.held = wrap(generator)
+        outputs.append([model(X) for _ in range(4)])
+        states.append(generator.get_state())
+    assert torch.equal(*states)
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def seeds_by_function(module, x):
+    torch.manual_seed(7)
+    return module.linear(x) * torch.rand(4)
+
+
+def seeds_the_default(module, x):
+    torch.default_generator.manual_seed(7)
+    return module.linear(x) * torch.rand(4)
+
+
+def seeds_its_own(module, x):
+    module.held.manual_seed(5)
+    return module.linear(x) * torch.rand(4, generator=module.held)
+
+
+@pytest.mark.parametrize("forward", [seeds_by_function, seeds_the_default, seeds_its_own])
+def test_seeding_inside_a_region_is_refused(forward):
+    module = One(forward, held=torch.Generator().manual_seed(5))
+    state = torch.get_rng_state()
+    with pytest.raises(CaptureError, match="seeds a random generator") as caught:
+        graph(module, warmup=0, strict=True)(X)
+    assert (__file__ if forward is seeds_by_function else "in forward") in caught.value.where
+    assert torch.equal(state, torch.get_rng_state()) and module.held.initial_seed() == 5
+    torch.manual_seed(1)
+
+
+def test_a_generator_from_elsewhere_is_refused_at_the_users_line():
+    stranger = torch.Generator().manual_seed(1)
+    with pytest.raises(CaptureError, match="does not hold") as caught:
+        graph(One(lambda m, x: m.linear(x) * torch.rand(4, generator=stranger)), warmup=0, strict=True)(X)
+    assert "test_graph_module_state.py" in caught.value.where
+
+
+def test_random_numbers_of_the_host_are_refused_on_a_device():
+    with pytest.raises(CaptureError, match="drawn on the cpu inside a captured stage on cuda"):
+        refuse_unsafe(torch.ops.aten.rand.default, ([4],), {}, "cuda")
+    refuse_unsafe(torch.ops.aten.rand.default, ([4],), {"device": torch.device("cuda")}, "cuda")

@@ -1,0 +1,68 @@
+"""Small modules whose forward is given by the test, and the calls that most tests of module state make."""
+import warnings
+from functools import partial
+
+import torch
+from torch import nn
+
+from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs.graphed import graph
+from packgraph.plan.stages import Stage, run_stages
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class One(nn.Module):
+    """A linear layer and a forward given from outside."""
+
+    def __init__(self, forward=None, **attributes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.function = forward or (lambda module, x: module.linear(x))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Staged(One):
+    """A captured stage, an eager one given from outside, and a captured one."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.between = between or (lambda module, state: state)
+
+    def begin(self, x):
+        return {"x": x}
+
+    def end(self, state):
+        return state["x"]
+
+    def forward(self, x):
+        return run_stages(self, x)
+
+    def stages(self):
+        apply = lambda layer, state: {"x": layer(state["x"])}  # noqa: E731
+        return [Stage("attn", 0, partial(apply, self.layers[0])),
+                Stage("moe_dispatch", 0, lambda state: self.between(self, state)),
+                Stage("mlp", 0, partial(apply, self.layers[1]))]
+
+
+def quietly(call, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackgraphWarning)
+        return call(*args)
+
+
+def train(module, x, calls=1):
+    for _ in range(calls):
+        quietly(lambda: module(x).sum().backward())
+
+
+def captured(module, x, **options):
+    graphed = graph(module, warmup=0, **options)
+    train(graphed, x, 2)
+    return graphed
