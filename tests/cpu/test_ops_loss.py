@@ -74,6 +74,17 @@ def test_bfloat16_gradients_are_as_close_as_one_rounding():
         assert (ours.float() - theirs).norm() <= 0.03 * theirs.norm()
 
 
+def test_the_incoming_gradient_is_not_rounded_to_bfloat16():
+    hidden, weight, labels = (value.bfloat16() if value.is_floating_point() else value
+                              for value in inputs(32, 8, 20, []))
+    factor = 1 / 1021  # bfloat16 would make it 1/1024 or so: all gradients wrong in the same direction
+    whole = gradients(linear_cross_entropy, hidden, weight, labels, 1.0, chunk=8)
+    scaled = gradients(linear_cross_entropy, hidden, weight, labels, factor, chunk=8)
+    for one, other in zip(whole[1:], scaled[1:]):
+        assert other.dtype == torch.bfloat16
+        assert torch.equal(other, (one.float() * torch.tensor(factor)).bfloat16())
+
+
 def test_autocast_runs_in_its_dtype_and_returns_parameter_gradients():
     hidden, weight, labels = inputs(12, 8, 16, [])
     with torch.autocast("cpu", dtype=torch.bfloat16):

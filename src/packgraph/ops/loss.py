@@ -87,8 +87,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = [None if g is None else g * grad.to(g.dtype) for g in (grad_hidden, grad_weight)]
-        return (*scaled, None, None, None, None)
+        return scaled(grad_hidden, grad), scaled(grad_weight, grad), None, None, None, None
+
+
+def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """`gradient` (any float dtype) times `factor` (float32 []), rounded once, to the gradient's dtype."""
+    if gradient is None:
+        return None
+    # One dimension, not none: then the product is formed in float32. A 0-d factor would be rounded to bfloat16 first,
+    # which puts the same error into every gradient.
+    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
 
 
 def _logits_gradient(log_probabilities: Tensor, target: Tensor, target_log_probability: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from packgraph.ops.loss import IGNORED, linear_cross_entropy, rows_per_chunk
+from packgraph.ops.loss import IGNORED, linear_cross_entropy, rows_per_chunk, scaled
 
 
 def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:
@@ -95,8 +95,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None, None, None, None)
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return scaled(grad_hidden, grad), scaled(grad_weight, grad), None, None, None, None, None, None
 
 
 def _chunk(logits: Tensor, word: Tensor, counted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
