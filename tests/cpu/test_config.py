@@ -13,6 +13,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.train.command_line import all_options, options_help, split_overrides
 from packgraph.train.config import ConfigError, Layer, differences, load_file, read_config, to_dict
 from packgraph.train.config_values import ValueProblem, convert, plain, render
+from packgraph.train.presets import preset
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,28 @@ def test_all_problems_come_at_once_with_place_and_nearest_key() -> None:
 
 def test_a_section_that_refuses_its_values_is_a_problem_among_others() -> None:
     problems = problems_of(Layer("f.json", {"inner": {"rate": -1.0}, "zzzzz": 1}))
-    assert problems == ("f.json: zzzzz: unknown key", "section inner: rate must not be negative, got -1.0")
+    assert problems == ("f.json: zzzzz: unknown key, did you mean title?",
+                        "section inner: rate must not be negative, got -1.0")
+
+
+@pytest.mark.parametrize(("words", "near"), [
+    (["--modell.num-layers", "3"], "--modell.num-layers: unknown key, did you mean --model.num-layers?"),
+    (["--lr", "1"], "--lr: unknown key, did you mean --optimizer.learning-rate?"),
+    (["--optimiser.lr", "1"], "--optimiser.lr: unknown key, did you mean --optimizer.learning-rate?"),
+    (["--run.step", "1"], "--run.step: unknown key, did you mean --run.steps?"),
+    (["--layers", "1"], "--layers: unknown key, did you mean --model.num-layers?"),
+    (["--batch-size", "1"], "--batch-size: unknown key, did you mean")])
+def test_an_unknown_option_names_the_nearest(words: list[str], near: str) -> None:
+    base = preset("qwen3-tiny")
+    with pytest.raises(ConfigError) as caught:
+        read_config(base, [split_overrides(words, base, ())[0]])
+    assert near in caught.value.problems[0] and len(caught.value.problems) == 1
+
+
+def test_an_unknown_section_of_a_file_names_the_nearest_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(preset("qwen3-tiny"), [Layer("run.toml", {"modl": {"num_layers": 1, "hidden_size": 2}})])
+    assert caught.value.problems == ("run.toml: modl: unknown section, did you mean model?",)
 
 
 def test_a_section_set_as_a_value_and_a_missing_value() -> None:

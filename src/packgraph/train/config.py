@@ -75,7 +75,7 @@ def _collect(section: Any, layer: Layer, given: Mapping[str, Any], prefix: str, 
         name = key.replace("-", "_")
         path = prefix + name
         if name not in types:
-            problems.append(f"{layer.place(path)}: unknown key{_nearest(path, known, layer)}")
+            problems.extend(_unknown(path, value, layer, known))
         elif is_section(getattr(section, name)):
             if isinstance(value, Mapping):
                 _collect(getattr(section, name), layer, value, path + ".", known, values, problems)
@@ -93,18 +93,32 @@ def _first_key(section: str, known: Sequence[str]) -> str:
     return next((path for path in known if path.startswith(section + ".")), section)
 
 
-def _nearest(path: str, known: Sequence[str], layer: Layer) -> str:
-    """`, did you mean ...?`: the same last word in another section first, then the nearest spelling."""
-    last = path.rsplit(".", 1)[-1]
-    same_word = [candidate for candidate in known if candidate.rsplit(".", 1)[-1] == last]
-    close = same_word or difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    if not close:
-        by_last = {candidate.rsplit(".", 1)[-1]: candidate for candidate in known}
-        close = [by_last[word] for word in difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.6)]
-    if not close:
-        return ""
-    shown = f"--{close[0].replace('_', '-')}" if layer.text else close[0]
-    return f", did you mean {shown}?"
+def _unknown(path: str, value: Any, layer: Layer, known: Sequence[str]) -> list[str]:
+    """What to say of a key that is not known: an unknown section of a file once, of options each of its keys."""
+    if not isinstance(value, Mapping):
+        near = _nearest(path, known)
+        shown = f"--{near.replace('_', '-')}" if layer.text else near
+        return [f"{layer.place(path)}: unknown key, did you mean {shown}?"]
+    if layer.text:
+        return [line for key, inner in value.items() for line in _unknown(f"{path}.{key}", inner, layer, known)]
+    sections = sorted({candidate.rpartition(".")[0] for candidate in known} - {""})
+    near = max(sections, key=lambda section: _likeness(path, section), default="")
+    return [f"{layer.place(path)}: unknown section" + (f", did you mean {near}?" if near else "")]
+
+
+def _nearest(path: str, known: Sequence[str]) -> str:
+    """The known path most like `path`: one with the same last word, with its initials (`lr`), or else spelled alike."""
+    def likeness(candidate: str) -> tuple[bool, bool, float]:
+        last, wanted = candidate.rpartition(".")[2], path.rpartition(".")[2]
+        initials = "".join(part[0] for part in last.split("_") if part)
+        spelling = max(_likeness(path, candidate), 0.9 * _likeness(wanted, last))
+        return last == wanted, len(wanted) > 1 and initials == wanted, spelling
+
+    return max(known, key=likeness)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
 def _rebuild(section: T, prefix: str, values: Mapping[str, Any], problems: list[str]) -> T:

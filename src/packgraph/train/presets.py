@@ -44,6 +44,5 @@ def preset(name: str) -> TrainConfig:
     """The preset called `name`. Raises ConfigError naming the nearest one."""
     if name in PRESETS:
         return PRESETS[name]()
-    close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
-    hint = f", did you mean {close[0]}?" if close else ""
-    raise ConfigError([f"unknown preset {name!r}{hint} Known: {', '.join(PRESETS)}"])
+    near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+    raise ConfigError([f"unknown preset {name!r}, did you mean {near}? Known: {', '.join(PRESETS)}"])
