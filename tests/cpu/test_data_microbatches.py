@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from packgraph.packing.capacity import Capacity
-from packgraph.train.data import DataConfig, DataError, SourceDocument, build_tokenizer, open_microbatches
+from packgraph.train.data import (
+    DataConfig,
+    DataError,
+    SourceDocument,
+    build_tokenizer,
+    open_documents,
+    open_microbatches,
+)
 
 CAPACITIES = [Capacity(64, 6), Capacity(128, 12), Capacity(128, 40)]
 
@@ -124,6 +131,41 @@ def test_empty_documents_are_left_out_and_counted():
     stream = opened(DataConfig(epochs=1), Texts(["", "a", ""]))
     assert [pack.lengths for pack in stream] == [(3,)]
     assert stream.empty_documents == 2
+
+
+def chat(*roles):
+    return json.dumps({"messages": [{"role": role, "content": "words"} for role in roles]}) + "\n"
+
+
+def lines(tmp_path, text, **options):
+    (tmp_path / "data.jsonl").write_text(text)
+    config = DataConfig(source="jsonl", path=str(tmp_path / "data.jsonl"), epochs=1, **options)
+    return opened(config, open_documents(config))
+
+
+def test_documents_without_a_token_to_predict_are_left_out_and_counted(tmp_path):
+    masked = json.dumps({"input_ids": [1, 2, 3, 4, 5], "labels": [1, -100, -100, -100, 5], "seq_lengths": [3, 2]})
+    stream = lines(tmp_path, chat("user") + chat("user", "assistant") + masked + "\n" + '{"input_ids": [7]}\n')
+    packs = list(stream)
+    assert [pack.num_documents for pack in packs] == [2]
+    assert stream.unlabelled_documents == 3 and stream.state_dict()["unlabelled_documents"] == 3
+    assert all(pack.num_loss_tokens for pack in packs)
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    (chat("user") + chat("system", "user"), r"2 have no token to predict \(.*data\.jsonl:[12]: no assistant turn"),
+    ('{"input_ids": [1, 2], "labels": [-100, -100]}\n', r"data\.jsonl:1: its labels or masks leave nothing"),
+    ('{"input_ids": [1]}\n{"text": ""}\n', r"1 are empty, 1 have no token")])
+def test_data_without_anything_to_predict_are_refused(tmp_path, text, reason):
+    with pytest.raises(DataError, match=reason):
+        next(lines(tmp_path, text))
+
+
+def test_a_position_that_lacks_something_is_refused():
+    state = opened(DataConfig(overlong="split")).state_dict()
+    for key in state.keys() - {"version"}:
+        with pytest.raises(DataError, match=f"damaged: it has no {key}"):
+            opened(DataConfig(overlong="split")).load_state_dict({k: v for k, v in state.items() if k != key})
 
 
 def test_data_that_leave_nothing_end_with_an_error_not_in_a_loop():

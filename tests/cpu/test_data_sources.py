@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from packgraph.train.data import DataConfig, DataError, MissingPackageError, open_documents
+from packgraph.train.data import DataConfig, DataError, MissingPackageError, open_documents, parquet_source
 from packgraph.train.data.stdlib_source import StandardLibrarySource
 
 MODULE = '''"""What the module is for, in a line that is long enough."""
@@ -178,6 +178,22 @@ def test_parquet_rows_are_read_through_datasets(tmp_path, monkeypatch):
     path.write_bytes(b"no table")
     with pytest.raises(DataError, match=r"x\.parquet: not a Parquet file"):
         open_documents(DataConfig(source="parquet", path=str(path)))
+
+
+@pytest.mark.parametrize("whole", [2**25, 10])
+def test_the_fingerprint_of_parquet_follows_contents_not_names(tmp_path, monkeypatch, whole):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(parquet_source, "WHOLE", whole)
+    monkeypatch.setattr(parquet_source, "SAMPLE", 512)
+
+    def fingerprint(name, rows):
+        datasets.Dataset.from_dict({"text": rows}).to_parquet(str(tmp_path / name))
+        return open_documents(DataConfig(source="parquet", path=str(tmp_path / name))).fingerprint()
+
+    first = fingerprint("a.parquet", ["one", "two"])
+    assert fingerprint("b.parquet", ["one", "two"]) == first
+    assert fingerprint("c.parquet", ["one", "owt"]) != first
 
 
 def test_parquet_without_datasets_names_the_command(tmp_path, monkeypatch):

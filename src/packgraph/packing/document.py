@@ -34,6 +34,11 @@ class Document:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether any token of it is to be predicted; a document of one token never has one."""
+        return len(self) > 1 and (self.targets is None or bool((self.targets[1:] != IGNORED).any()))
+
     def part(self, start: int, stop: int) -> "Document":
         """The tokens from `start` to `stop` as a document of its own."""
         return Document(self.tokens[start:stop], None if self.targets is None else self.targets[start:stop])

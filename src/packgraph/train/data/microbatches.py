@@ -19,14 +19,18 @@ from packgraph.packing.report import PackReport
 from packgraph.packing.window import Window
 from packgraph.train.data.config import DataConfig
 from packgraph.train.data.errors import DataError
-from packgraph.train.data.source import DocumentSource
+from packgraph.train.data.source import DocumentSource, SourceDocument
 from packgraph.train.data.tokenizer import Tokenizer
 
-VERSION = 1
+VERSION = 2
 
 
 class Microbatches:
-    """Iterator of packs on the host. report: counts of packing. empty_documents: texts without a token, left out."""
+    """Iterator of packs on the host.
+
+    report: counts of packing. empty_documents: texts without a token, left out. unlabelled_documents: documents in
+    which no token is to be predicted, such as a chat without an assistant's turn, left out too.
+    """
 
     def __init__(self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer,
                  capacities: Iterable[Capacity]) -> None:
@@ -36,7 +40,8 @@ class Microbatches:
         self._config, self._source, self._tokenizer = config, source, tokenizer
         self._capacities = CapacitySet(capacities)
         self.report = PackReport()
-        self.empty_documents = 0
+        self.empty_documents = self.unlabelled_documents = 0
+        self._first_unlabelled = ""
         self._window: Window[tuple[int, int]] = Window(self._capacities, self.report)
         self._epoch = 0
         self._position = 0
@@ -60,6 +65,7 @@ class Microbatches:
             "version": VERSION, "identity": self._identity(), "epoch": self._epoch, "position": self._position,
             "usable_in_epoch": self._usable_in_epoch, "waiting": [list(tag) for tag in self._window.tags()],
             "report": self.report.state_dict(), "empty_documents": self.empty_documents,
+            "unlabelled_documents": self.unlabelled_documents,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,6 +73,9 @@ class Microbatches:
         if state.get("version") != VERSION:
             raise DataError(f"the data position was written in version {state.get('version')!r} of its format, this "
                             f"program reads version {VERSION}")
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise DataError(f"the data position is damaged: it has no {', '.join(missing)}; go on from another checkpoint")
         differences = [
             f"{name} was {state['identity'].get(name)!r}, is {value!r}"
             for name, value in self._identity().items() if state["identity"].get(name) != value
@@ -85,15 +94,13 @@ class Microbatches:
         self._order = self._order_of(self._epoch)
         self.report.load_state_dict(state["report"])
         self.empty_documents = state["empty_documents"]
+        self.unlabelled_documents = state["unlabelled_documents"]
 
     def _add_next(self) -> bool:
         """Let the parts of the next document wait; False when all epochs are over."""
         if self._position == len(self._order):
             if not self._usable_in_epoch:
-                raise DataError(
-                    f"none of the {len(self._order)} documents can be used: {self.empty_documents} are empty, "
-                    f"{self.report.dropped_documents} were dropped as longer than {self._capacities.longest} tokens; "
-                    "use a larger capacity or data.overlong = split")
+                raise DataError(self._nothing_usable())
             self._epoch, self._position, self._usable_in_epoch = self._epoch + 1, 0, 0
             if not self._over():
                 self._order = self._order_of(self._epoch)
@@ -106,6 +113,16 @@ class Microbatches:
         self._position += 1
         return True
 
+    def _nothing_usable(self) -> str:
+        """Why an epoch gave no document to train on, and what to do."""
+        reasons = [f"{self.empty_documents} are empty"] if self.empty_documents else []
+        if self.report.dropped_documents:
+            reasons.append(f"{self.report.dropped_documents} were dropped as longer than {self._capacities.longest} "
+                           "tokens (use a larger capacity or data.overlong = split)")
+        if self.unlabelled_documents:
+            reasons.append(f"{self.unlabelled_documents} have no token to predict ({self._first_unlabelled})")
+        return f"none of the {len(self._order)} documents can be used: {', '.join(reasons)}"
+
     def _over(self) -> bool:
         return self._config.epochs is not None and self._epoch >= self._config.epochs
 
@@ -115,9 +132,13 @@ class Microbatches:
         encoded = self._tokenizer.encode(document)
         if not encoded:
             self.empty_documents += 1
+        labelled = [whole for whole in encoded if whole.predicts]
+        if len(labelled) < len(encoded):
+            self.unlabelled_documents += len(encoded) - len(labelled)
+            self._first_unlabelled = self._first_unlabelled or _why_unlabelled(document)
         limit = self._capacities.longest
         try:
-            return [part for whole in encoded
+            return [part for whole in labelled
                     for part in fitting_parts(whole, limit, self._config.overlong, self.report, document.where)]
         except ValueError as error:
             raise DataError(f"{error} (data.overlong)") from error
@@ -134,6 +155,15 @@ class Microbatches:
             "data.window": self._config.window, "data.overlong": self._config.overlong,
             "capacities": [[c.tokens, c.documents, c.bound] for c in self._capacities.sorted],
         }
+
+
+def _why_unlabelled(document: SourceDocument) -> str:
+    """Why nothing of `document` is to be predicted, naming its place."""
+    if document.messages is not None:
+        return f"{document.where}: no assistant turn, nothing to predict"
+    if document.row is not None:
+        return f"{document.where}: its labels or masks leave nothing to predict, or it has one token only"
+    return f"{document.where}: one token only"
 
 
 def open_microbatches(config: DataConfig, documents: DocumentSource, tokenizer: Tokenizer,

@@ -4,13 +4,15 @@ Rows are those of JSONL: text, chat messages, or tokens with an optional `seq_le
 `Dataset.from_parquet` is used: it reads local files and runs no code of the data set.
 """
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from packgraph.train.data.errors import DataError, MissingPackageError
 from packgraph.train.data.files import files_of
 from packgraph.train.data.source import SourceDocument, document_of_row
 
-INSTALL = "pip install 'packgraph[data]' (or: pip install datasets)"
+WHOLE, SAMPLE, SAMPLES = 2**25, 2**18, 64  # bytes, bytes, number
+INSTALL = "pip install datasets"
 
 
 class ParquetSource:
@@ -26,9 +28,8 @@ class ParquetSource:
         if not len(self):
             raise DataError(f"{path}: no rows (data.path)")
         self[0]
-        sizes = ",".join(f"{file.name}:{file.stat().st_size}" for file in files)
-        described = f"{sizes};{len(self)};{sorted(self._table.column_names)}"
-        self._fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+        described = [*(_digest(file) for file in files), str(len(self))]
+        self._fingerprint = hashlib.sha256(" ".join(described).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._table)
@@ -37,8 +38,25 @@ class ParquetSource:
         return document_of_row(self._table[index], f"{self._path}, row {index}", self._text_column)
 
     def fingerprint(self) -> str:
-        """Hash of file names, sizes, number of rows and columns."""
+        """Hash of the files' contents (of large files: size and samples, see `_digest`) and the number of rows."""
         return self._fingerprint
+
+
+def _digest(file: Path) -> str:
+    """Hash of a file: of all of it up to WHOLE bytes, else of its size and of evenly spread samples.
+
+    The last sample holds Parquet's footer: sizes, places and statistics of all columns, which change with the rows.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        if size <= WHOLE:
+            digest.update(stream.read())
+        else:
+            for number in range(SAMPLES):
+                stream.seek((size - SAMPLE) * number // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def _load(files: list[str], path: str) -> Any:
