@@ -79,12 +79,12 @@ class Bucket:
     def part(self, member: Member, flat: Tensor) -> Tensor:
         """What `flat` (a value for each element of this rank's part) says about one parameter, without a copy.
 
-        A tensor of the parameter's shape where this rank has all of it, else `Pieces`.
+        A tensor of the parameter's shape where every rank has all of it, else `Pieces`.
         """
         start, stop = max(member.place.start, self.own.start), min(member.place.stop, self.own.stop)
         held = flat[start - self.own.start : max(start, stop) - self.own.start]
         local = local_tensor(member.parameter)
-        if not isinstance(member.parameter, DTensor) and held.numel() == local.numel():
+        if not isinstance(member.parameter, DTensor) and self.own_gradients.numel() == self.gradients.numel():
             return held.view(local.shape)
         offsets = [0] * local.ndim
         if isinstance(member.parameter, DTensor):

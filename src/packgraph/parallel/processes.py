@@ -8,14 +8,16 @@ import contextlib
 import datetime
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from packgraph.parallel.mesh import Layout, Mesh, make_mesh, single_process
 
+Result = TypeVar("Result")
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -61,3 +63,22 @@ def processes(layout: Layout, device: torch.device, launch: Launch, timeout: dat
         torch.cuda.synchronize(device)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception]) -> Result:
+    """Run `action` on rank 0 and give its result (picklable) to all; one of `errors` is raised on all.
+
+    A collective call: the others wait for rank 0, so it is also a barrier.
+    """
+    if mesh.world == 1:
+        return action()
+    outcome: list[Any] = [None, None]
+    if mesh.rank == 0:
+        try:
+            outcome[0] = action()
+        except errors as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -2,11 +2,12 @@
 
 Tensors (model, optimizer, random states) are written by torch.distributed.checkpoint, everything else as JSON;
 nothing that is read back can run code (`checkpoint_reader.py`). The invariant: whatever happens while saving (full
-disk, kill), the last whole checkpoint stays loadable and `latest` names it.
+disk, kill), the last whole checkpoint stays loadable and `latest` names it. Every rank writes the parts it holds, under
+full names and places, so a checkpoint can be read at any other layout; rank 0 alone moves folders.
 
     checkpoints/
       .writing-step-00000100/   written and fsynced here, then renamed
-      step-00000100/            .metadata  __0_0.distcp  state.json (with size and SHA-256 of the other files)
+      step-00000100/            .metadata  __RANK_N.distcp  state.json (with size and SHA-256 of the other files)
       latest                    name of the newest whole checkpoint, replaced atomically
 """
 import hashlib
@@ -22,6 +23,8 @@ import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.processes import on_first
 from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
 
 FORMAT = "packgraph checkpoint 1"
@@ -32,36 +35,47 @@ REPLACED = ".replaced-"
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any],
-                    keep: int) -> Path:
-    """Write the checkpoint of `step` and keep the newest `keep`. Returns its folder.
+                    keep: int, mesh: Mesh | None = None) -> Path:
+    """Write the checkpoint of `step` and keep the newest `keep`. Returns its folder. All processes of `mesh` call it.
 
-    tensors: flat name → tensor (any device or dtype). state: JSON-able. Source of the rename protocol: POSIX
-    rename(2) is atomic within a file system. Raises CheckpointError (full disk, no permission); the earlier ones
-    stay as they are.
+    tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank 0's is written.
+    Source of the rename protocol: POSIX rename(2) is atomic within a file system. Raises CheckpointError (full disk, no
+    permission) on all ranks; the earlier ones stay as they are.
     """
+    mesh = mesh or single_process()
     name = f"step-{step:08d}"
     writing = folder / (WRITING + name)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        writing.mkdir()
+        on_first(mesh, lambda: _begin_writing(folder, writing), OSError)
         _write_tensors(writing, tensors)
-        content = {"format": FORMAT, "step": step, "files": _manifest(writing), "state": dict(state)}
-        _write_synced(writing / STATE, json.dumps(content, allow_nan=False))
-        _sync_folder(writing)
-        if (folder / name).exists():
-            (folder / name).rename(folder / (REPLACED + name))
-        writing.rename(folder / name)
-        _write_synced(folder / (WRITING + LATEST), name + "\n")
-        os.replace(folder / (WRITING + LATEST), folder / LATEST)
-        _sync_folder(folder)
-        _remove_leftovers(folder)
-        _prune(folder, folder / name, keep)
+        on_first(mesh, lambda: _finish_writing(folder, writing, step, state, keep), OSError)
     except OSError as error:
         raise CheckpointError(
             f"{folder / name}: could not be written: {error.strerror or error}; earlier checkpoints are untouched. "
             "Free some space or choose another run.folder, then go on with --resume") from error
     return folder / name
+
+
+def _begin_writing(folder: Path, writing: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
+    writing.mkdir()
+
+
+def _finish_writing(folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int) -> None:
+    """Describe what was written, give it its name, make it the latest and remove the oldest."""
+    content = {"format": FORMAT, "step": step, "files": _manifest(writing), "state": dict(state)}
+    _write_synced(writing / STATE, json.dumps(content, allow_nan=False))
+    _sync_folder(writing)
+    name = writing.name.removeprefix(WRITING)
+    if (folder / name).exists():
+        (folder / name).rename(folder / (REPLACED + name))
+    writing.rename(folder / name)
+    _write_synced(folder / (WRITING + LATEST), name + "\n")
+    os.replace(folder / (WRITING + LATEST), folder / LATEST)
+    _sync_folder(folder)
+    _remove_leftovers(folder)
+    _prune(folder, folder / name, keep)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -95,14 +109,17 @@ def load_state(path: Path) -> tuple[int, dict[str, Any]]:
     return step, state
 
 
-def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(path: Path, tensors: Mapping[str, Tensor], optional: str | None = None) -> None:
     """Copy a checkpoint into `tensors` in place; names, shapes and dtypes must agree exactly.
 
-    Raises CheckpointError listing all that does not fit, before anything was changed.
+    optional: stored names that start so may be left out (other ranks, or ranks of another layout, had them). All
+    processes of a run call it, whatever layout the checkpoint was saved at. Raises CheckpointError listing all that
+    does not fit, before anything was changed.
     """
     stored = tensor_entries(path / ".metadata")
     problems = [f"{name} is missing" for name in tensors if name not in stored]
-    problems += [f"{name} is not part of this run" for name in stored if name not in tensors]
+    problems += [f"{name} is not part of this run" for name in stored
+                 if name not in tensors and not (optional and name.startswith(optional))]
     for name in tensors.keys() & stored.keys():
         kind = (stored[name].properties.dtype, tuple(stored[name].size))
         if kind != (tensors[name].dtype, tuple(tensors[name].shape)):

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
+from packgraph.parallel.processes import Launch, processes
 from packgraph.train.config import ConfigError
 from packgraph.train.data import Microbatches, build_tokenizer, open_documents, open_microbatches
 from packgraph.train.options import TrainConfig, disagreements
@@ -13,14 +15,21 @@ from packgraph.train.run_folder import check_same_run, choose_folder
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import Trainer
 
+ALONE = Launch()
 
-def choose_device(name: str) -> torch.device:
-    """The device called `name`; auto = the first CUDA device, else the CPU. Raises ConfigError if it is not there."""
+
+def choose_device(name: str, launch: Launch = ALONE) -> torch.device:
+    """The device called `name`; auto = a CUDA device where there is one, else the CPU.
+
+    Of several processes on a host each takes the CUDA device of its local rank. Raises ConfigError if it is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    index = int(name.partition(":")[2] or 0)
+    if ":" in name and launch.world > 1:
+        raise ConfigError([f"run.device = {name} would put all {launch.world} processes on one device; use cuda"])
+    index = int(name.partition(":")[2] or launch.local_rank)
     if index >= torch.cuda.device_count():
         raise ConfigError([f"run.device = {name}: there are {torch.cuda.device_count()} CUDA devices here"])
     return torch.device("cuda", index)
@@ -34,13 +43,16 @@ def use_deterministic_kernels(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def open_data(config: TrainConfig, device: torch.device) -> Microbatches:
-    """The resumable iterator of packs of `config`, after all sections were found to agree. Raises ConfigError."""
-    problems = disagreements(config, device.type)
+def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Microbatches:
+    """The resumable iterator of packs of `config`, after all sections were found to agree. Raises ConfigError.
+
+    world: number of processes; each of them reads all packs.
+    """
+    problems = disagreements(config, device.type, world=world)
     if problems:
         raise ConfigError(problems)
     tokenizer = build_tokenizer(config.data)
-    problems = disagreements(config, device.type, tokenizer.vocab_size)
+    problems = disagreements(config, device.type, tokenizer.vocab_size, world)
     if problems:
         raise ConfigError(problems)
     documents = open_documents(config.data)
@@ -48,20 +60,26 @@ def open_data(config: TrainConfig, device: torch.device) -> Microbatches:
 
 
 def train(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
-    """Run or resume `config`. Returns the run's folder and its summary.
+    """Run or resume `config` in the processes that torchrun has started, or in this one alone.
 
-    Raises ConfigError, DataError, CheckpointError and NonFiniteLossError; all of them say what to do.
+    Returns the run's folder and its summary; only rank 0 writes and shows anything. Raises ConfigError, DataError,
+    CheckpointError and NonFiniteLossError; all of them say what to do.
     """
-    device = choose_device(config.run.device)
+    launch = Launch.read()
+    device = choose_device(config.run.device, launch)
     if config.run.deterministic:
         use_deterministic_kernels(device)
     folder = choose_folder(config)
     if config.run.resume:
         check_same_run(folder, config)
-    microbatches = open_data(config, device)
-    with ProgressView(config.run.steps, config.run.log_every) as view, stop_on_signals() as stop:
-        view.note(f"{config.preset} on {device}, written to {folder}")
-        trainer = Trainer(config, folder, microbatches, device, view)
+    microbatches = open_data(config, device, launch.world)
+    # The folder was chosen before the processes meet, so all have looked before one of them creates it.
+    console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
+    with processes(config.parallel.layout(), device, launch) as mesh, \
+            ProgressView(config.run.steps, config.run.log_every, console) as view, stop_on_signals() as stop:
+        layout = "" if mesh.world == 1 else f", {mesh.layout}"
+        view.note(f"{config.preset} on {device}{layout}, written to {folder}")
+        trainer = Trainer(config, folder, microbatches, device, view, mesh)
         try:
             if config.run.resume:
                 trainer.resume()

@@ -82,6 +82,22 @@ class MetricsLog:
             self._board.close()
 
 
+class RowsOnly:
+    """Stands for a MetricsLog on ranks that write nothing: keeps the rows of this process."""
+
+    has_board = True
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Keep the row."""
+        self.rows.append(dict(row))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file; stops at a half-written one, which a killed run may leave at the end."""
     rows: list[dict[str, Any]] = []

@@ -11,6 +11,8 @@ from typing import Literal
 
 from packgraph.models.dense import DenseConfig
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.mesh import Layout
+from packgraph.parallel.tensor import tensor_problems
 from packgraph.train.data.config import DataConfig
 
 DEFAULT_DOCUMENTS_CAP = 50
@@ -110,6 +112,35 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a run is spread over the processes that torchrun starts.
+
+    dp: replicas that train on different packs; none = all processes that tp and pp leave over.
+    tp: parts that every matrix is split into.
+    pp: stages of the pipeline.
+    sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
+    """
+
+    dp: int | None = None
+    tp: int = 1
+    pp: int = 1
+    sequence: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = {"dp": 1 if self.dp is None else self.dp, "tp": self.tp, "pp": self.pp}
+        _refuse({f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()})
+
+    def layout(self) -> Layout:
+        """The ranks along each axis."""
+        return Layout(dp=self.dp, pp=self.pp, tp=self.tp)
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether hidden states are a part of the rows on each rank."""
+        return self.sequence and self.tp > 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where a run is written, how long it is and what it runs on.
 
@@ -162,13 +193,14 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
 
-def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None = None) -> list[str]:
+def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None = None, world: int = 1) -> list[str]:
     """All reasons why the sections of `config` do not fit together on a device of `device_type` (`cpu` or `cuda`).
 
-    vocabulary: number of token ids of the tokenizer, when it is known already.
+    vocabulary: number of token ids of the tokenizer, when it is known already. world: processes of the run.
     """
     backend = config.graph.backend
     problems = {
@@ -183,7 +215,22 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
         size = config.model.vocab_size
         problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (
             size < vocabulary)
-    return [text for text, wrong in problems.items() if wrong]
+    return [text for text, wrong in problems.items() if wrong] + _parallel_problems(config, world)
+
+
+def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
+    """All reasons why the model and its capacities cannot be spread over `world` processes as asked."""
+    parallel = config.parallel
+    found = [f"parallel: {problem}" for problem in parallel.layout().problems(world)]
+    if parallel.pp > 1:
+        found.append(f"parallel.pp = {parallel.pp}: the trainer has no pipeline stages yet; use 1")
+    if parallel.tp > 1:
+        found += tensor_problems(config.model, parallel.tp)
+    odd = [capacity.tokens for capacity in config.graph.packing_capacities() if capacity.tokens % parallel.tp]
+    if parallel.splits_rows and odd:
+        found.append(f"parallel.tp = {parallel.tp} with parallel.sequence needs capacities whose tokens are a multiple "
+                     f"of it, not {', '.join(map(str, odd))}; or set parallel.sequence = false")
+    return found
 
 
 # Help for fields that their own class does not explain, because there it goes without saying.

@@ -19,10 +19,11 @@ CONFIG = "config.json"
 SUMMARY = "summary.json"
 
 # What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
-# Graphs compute what eager training computes, and the data are compared by their contents.
+# Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
 FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_every", "run.checkpoint_every",
                   "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
-                  "graph.strict", "graph.scope", "graph.granularity", "data.path")
+                  "graph.strict", "graph.scope", "graph.granularity", "data.path", "parallel.dp", "parallel.tp",
+                  "parallel.pp", "parallel.sequence")
 
 
 def choose_folder(config: TrainConfig) -> Path:

@@ -2,9 +2,10 @@
 
     packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW ─▶ numbers of the step before ─▶ log, checkpoint
 
-The host never waits for the device within a step; the numbers of a step are read after the next one was launched. The
-invariants: a checkpoint never holds the state of a run whose loss or gradients are not finite, a run that goes on
-from one is bitwise the run that never stopped, and a stop by a signal comes between steps.
+The host never waits for the device within a step; the numbers of a step are read after the next one was launched.
+Several processes run the same loop over the same packs and take their share of each step; what they decide by, they
+agree on. The invariants: a checkpoint never holds the state of a run whose loss or gradients are not finite, a run that
+goes on from one is bitwise the run that never stopped, and a stop by a signal comes between steps.
 """
 import math
 import time
@@ -13,25 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from packgraph.graphs.parameters import local_tensor
 from packgraph.models.dense import DenseModel
+from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.processes import on_first
+from packgraph.parallel.tensor import dropout_seed, parallelize
 from packgraph.plan.learning_rate import learning_rate_at
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors, save_checkpoint
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import to_dict
 from packgraph.train.data import DataError, Microbatches
 from packgraph.train.executor import Executor
-from packgraph.train.metrics import LateFetch, MetricsLog, summarize
+from packgraph.train.metrics import LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
-from packgraph.train.random_state import random_states, set_random_states
+from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.run_folder import CONFIG, SUMMARY, write_json
 from packgraph.train.signals import StopRequest
-from packgraph.train.step import accumulate, take_step
+from packgraph.train.step import accumulate, count_loss_tokens, own_share, take_step
 
 CHECKPOINTS = "checkpoints"
+RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
 
@@ -42,7 +49,10 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Host facts of a launched step, kept until its device numbers arrive. Times in seconds."""
+    """Host facts of a launched step, kept until its device numbers arrive. Times in seconds.
+
+    microbatches, tokens and places are those of all replicas; replayed and fallbacks those of this process.
+    """
 
     step: int
     learning_rate: float
@@ -59,13 +69,17 @@ class Trainer:
     """Owns model, optimizer, data and executor of one run. `run` trains; `close` frees the graphs."""
 
     def __init__(self, config: TrainConfig, folder: Path, microbatches: Microbatches, device: torch.device,
-                 view: ProgressView) -> None:
-        """microbatches: the resumable iterator of packs on the host. Creates nothing in `folder` yet."""
+                 view: ProgressView, mesh: Mesh | None = None) -> None:
+        """microbatches: the resumable iterator of packs on the host, the same on all processes of `mesh`.
+
+        Creates nothing in `folder` yet.
+        """
         self.config, self.folder, self.microbatches = config, folder, microbatches
-        self.device, self.view = device, view
-        torch.manual_seed(config.run.seed)
-        self.model = build_model(config, device)
-        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer)
+        self.device, self.view, self.mesh = device, view, mesh or single_process()
+        self._splits_rows = config.parallel.splits_rows
+        torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
+        self.model = build_model(config, device, self.mesh)
+        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, self.mesh)
         self.executor = Executor(self.model, config.graph, device)
         self.step = 0
         self._resumed_at = 0
@@ -74,6 +88,7 @@ class Trainer:
         self._saved_at = 0
         self._position: dict[str, Any] = {}
         self._packs_since = 0
+        self._others_stopped = False
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
@@ -82,37 +97,51 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run. Raises CheckpointError."""
+        path, step, state = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        random = random_states(self.device)
+        stream = self._stream()
+        if state.get("random_streams", ["random"]) == all_streams(self.mesh, sequence=self._splits_rows):
+            states = {f"{stream}.{name}": value for name, value in random.items()}
+            load_tensors(path, self.tensors() | states, optional=RANDOM)
+            set_random_states(random, self.device)
+        else:
+            load_tensors(path, self.tensors(), optional=RANDOM)
+            seed = self.config.run.seed + step
+            torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
+            self.view.note("saved at another layout: dropout goes on with new random numbers")
+        self.microbatches.load_state_dict(state["data"])
+        self.step = self._resumed_at = step
+        self.view.note(f"resumed from {path}")
+
+    def _find_checkpoint(self) -> tuple[Path, int, dict[str, Any]]:
+        """The newest checkpoint, its step and its state, after its files were checked. Raises CheckpointError."""
         path = latest_checkpoint(self.folder / CHECKPOINTS)
         if path is None:
             raise CheckpointError(f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from")
         step, state = load_state(path)
-        random = random_states(self.device)
         if state["random_device"] != self.device.type:
             raise CheckpointError(f"{path}: written on {state['random_device']}, this is {self.device.type}; a run "
                                   "goes on bitwise only on the same kind of device (run.device)")
-        load_tensors(path, self.tensors() | {f"random.{name}": value for name, value in random.items()})
-        set_random_states(random, self.device)
-        self.microbatches.load_state_dict(state["data"])
-        self.step = self._resumed_at = step
-        self.view.note(f"resumed from {path}")
+        return path, step, state
+
+    def _stream(self) -> str:
+        """Name of the random numbers that this rank draws from."""
+        return stream_name(self.mesh.place, sequence=self._splits_rows)
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train until all steps are done, the data ends or `stop` asks. Returns the summary, which is also written.
 
         Raises NonFiniteLossError, CheckpointError, and what the data raise on bad input.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # `--resume` is a wish of this call; a copy of the file starts a run of its own.
-        write_json(self.folder / CONFIG, to_dict(replace(self.config, run=replace(self.config.run, resume=False))))
-        log = MetricsLog(self.folder, last_step=self.step)
+        log = self._open_log()
         if not log.has_board:
             self.view.note("TensorBoard events are left out: tensorboard is not installed (pip install tensorboard)")
         ended = COMPLETED
         try:
             self._mark_position()
             self._last_end = time.perf_counter()
-            while self.step < self.config.run.steps and not stop:
-                if not self._one_step():
+            while self.step < self.config.run.steps and not self._must_stop(stop):
+                if not self._one_step(stop):
                     ended = DATA_ENDED
                     break
                 self._report(log, leave=1)
@@ -125,22 +154,40 @@ class Trainer:
             raise
         finally:
             log.close()
-        summary = self._summary(log, f"stopped by {stop.reason}" if stop else ended)
-        write_json(self.folder / SUMMARY, summary)
+        if self._must_stop(stop):
+            ended = f"stopped by {stop.reason or 'a signal to another process'}"
+        summary = self._summary(log, ended)
+        if self.mesh.rank == 0:
+            write_json(self.folder / SUMMARY, summary)
         return summary
 
     def close(self) -> None:
         """Free all graphs and their memory."""
         self.executor.close()
 
-    def _one_step(self) -> bool:
+    def _open_log(self) -> MetricsLog | RowsOnly:
+        """Create the folder and the files of the run, on rank 0."""
+        if self.mesh.rank != 0:
+            return RowsOnly()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # `--resume` is a wish of this call; a copy of the file starts a run of its own.
+        write_json(self.folder / CONFIG, to_dict(replace(self.config, run=replace(self.config.run, resume=False))))
+        return MetricsLog(self.folder, last_step=self.step)
+
+    def _must_stop(self, stop: StopRequest) -> bool:
+        """Whether the run ends here. Several processes find out together, from the numbers of a finished step."""
+        return bool(stop) if self.mesh.world == 1 else self._others_stopped
+
+    def _one_step(self, stop: StopRequest) -> bool:
         """Launch one optimizer step; False when the data ended."""
         batches = take_step(self.microbatches, self.config.run.tokens_per_step)
         if not batches:
             return False
         captured = self.executor.before_step(self.step - self._resumed_at)
         self.optimizer.zero_grad()
-        loss = accumulate(self.executor.loss, batches, self.device)
+        share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
+        loss = accumulate(self.executor.loss, share, self.device, loss_tokens=count_loss_tokens(batches),
+                          before_last=self.optimizer.flat.overlap)
         learning_rate = self._learning_rate()
         norm = self.optimizer.step(learning_rate)
         started, self._last_end = self._last_end, time.perf_counter()
@@ -152,8 +199,18 @@ class Trainer:
             replayed=counts.replayed, fallbacks=counts.fallbacks, seconds=self._last_end - started,
             starting=captured or self.step == self._resumed_at + 1)
         self._packs_since += len(batches)
-        self._fetch.push(record, torch.stack([loss, norm]))
+        self._fetch.push(record, self._numbers(loss, norm, stop))
         return True
+
+    def _numbers(self, loss: Tensor, norm: Tensor, stop: StopRequest) -> Tensor:
+        """What is to be known of a step, float32 [3] on the device: loss, norm, how many processes want to stop."""
+        if self.mesh.world == 1:
+            return torch.stack([loss, norm, torch.zeros_like(loss)])
+        wish = torch.full_like(loss, float(bool(stop)))
+        # Tensor parallel ranks all know the loss of their replica: one of them tells it.
+        totals = torch.stack([loss if self.mesh.place["tp"] == 0 else torch.zeros_like(loss), wish])
+        dist.all_reduce(totals)
+        return torch.stack([totals[0], norm, totals[1]])
 
     def _learning_rate(self) -> float:
         options = self.config.optimizer
@@ -161,10 +218,11 @@ class Trainer:
             self.step, peak=options.learning_rate, warmup_steps=options.warmup_steps,
             decay_steps=options.decay_steps or self.config.run.steps, min_fraction=options.min_learning_rate_fraction)
 
-    def _report(self, log: MetricsLog, *, leave: int) -> None:
+    def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
         """Read the numbers of launched steps until `leave` of them are left on the device; write and show them."""
         while len(self._fetch) > leave:
-            record, (loss, norm) = self._fetch.pop()
+            record, (loss, norm, stopping) = self._fetch.pop()
+            self._others_stopped = self._others_stopped or stopping > 0
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NonFiniteLossError(self._not_finite(record.step, f"loss {loss}, gradient norm {norm}"))
             row = {"step": record.step, "loss": loss, "gradient_norm": norm, "learning_rate": record.learning_rate,
@@ -174,19 +232,24 @@ class Trainer:
             log.write(row)
             self.view.show(row)
 
-    def _save(self, log: MetricsLog) -> None:
+    def _save(self, log: MetricsLog | RowsOnly) -> None:
         """Checkpoint the current step once, after all its numbers and all weights were found finite."""
         self._report(log, leave=0)
         if self._saved_at == self.step:
             return
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(
-            [value.detach() for value in self.model.parameters()], float("inf"))]).max()
+            [local_tensor(value.detach()) for value in self.model.parameters()], float("inf"))]).max()
+        if self.mesh.everyone() is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
         if not math.isfinite(largest.item()):
             raise NonFiniteLossError(self._not_finite(self.step, "a weight is not finite"))
-        tensors = self.tensors() | {f"random.{name}": value for name, value in random_states(self.device).items()}
+        stream = self._stream()
+        tensors = self.tensors() | {f"{stream}.{name}": value for name, value in random_states(self.device).items()}
         self._mark_position()
-        state = {"data": self._position, "random_device": self.device.type}
-        save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints)
+        state = {"data": self._position, "random_device": self.device.type,
+                 "random_streams": all_streams(self.mesh, sequence=self._splits_rows)}
+        save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
+                        self.mesh)
 
     def _mark_position(self) -> None:
         """Note that the current step is saved and where the data are."""
@@ -204,11 +267,17 @@ class Trainer:
                 + (f"the last good checkpoint is {kept}. " if kept else "there is no checkpoint yet. ")
                 + "Lower optimizer.learning_rate or optimizer.clip_norm, or look at the data of this step")
 
-    def _summary(self, log: MetricsLog, ended: str) -> dict[str, Any]:
+    def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         return {"ended": ended, "device": str(self.device)} | summarize(log.rows) | self.executor.summary()
 
 
-def build_model(config: TrainConfig, device: torch.device) -> DenseModel:
-    """The model of a run, its weights drawn on the CPU from `run.seed` so that they do not depend on the device."""
+def build_model(config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> DenseModel:
+    """The model of a run, split over the tensor parallel ranks of `mesh`.
+
+    Its weights are drawn on the CPU from `run.seed`, so that they depend neither on the device nor on the layout.
+    """
     model = DenseModel(config.model, seed=config.run.seed, device="cpu")
-    return model.to(device=device, dtype=getattr(torch, config.run.dtype)).train()
+    model = model.to(device=device, dtype=getattr(torch, config.run.dtype)).train()
+    if mesh is not None and mesh.size("tp") > 1:
+        parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
+    return model
