@@ -203,6 +203,29 @@ def test_a_failed_capture_is_not_tried_again_because_eager_calls_assign():
     assert graphed.stats.fallbacks["capture failed"] == 5
 
 
+def test_a_call_that_failed_is_tried_again_when_the_user_changes_the_module():
+    def forward(module, x):
+        return counts(module, x) if module.counting else module.linear(x)
+
+    module = One(forward, calls=0, counting=True)
+    graphed = graph(module, warmup=0)
+    train(graphed, X, 3)
+    module.counting = False
+    train(graphed, X, 3)
+    assert module.calls == 3 and graphed.stats.captured == 1 and graphed.stats.replayed == 3
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_the_lists_that_an_rnn_makes_anew_are_put_back(kind):
+    module = kind(4, 4)
+    weights = list(module._flat_weights)
+    graphed = graph(module, warmup=0, strict=True)
+    for _ in range(3):
+        graphed(X[None])[0].sum().backward()
+    assert graphed.stats.captured == 1
+    assert all(a is b for a, b in zip(weights, module._flat_weights, strict=True))
+
+
 def test_containers_are_restored_by_content():
     module = One(items=[1, [2]], table={"a": {1}})
     effects = HostEffects(module)

@@ -103,6 +103,17 @@ def test_a_removed_hook_lets_graphs_be_used_again():
     assert graphed.stats.replayed == replayed + 2 and graphed.stats.captured == 1
 
 
+def test_a_graphed_module_inside_another_runs_plainly_while_that_is_captured():
+    inner = graph(nn.Linear(4, 4), warmup=0)
+    outer = nn.Sequential(nn.Linear(4, 4), inner)
+    eager = copy.deepcopy(outer)
+    graphed = graph(outer, warmup=0, strict=True)
+    for model in (eager, graphed):
+        train(model, X, 3)
+    assert graphed.stats.replayed == 3 and dict(inner.stats.fallbacks) == {"inside the capture of another module": 1}
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), outer.parameters(), strict=True))
+
+
 def test_a_deleted_module_is_freed_at_once():
     graphed = captured(nn.Linear(4, 4), X)
     gone = weakref.ref(graphed)

@@ -66,7 +66,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
 
     Raises CaptureError; nothing has changed then.
     """
-    effects = HostEffects(program.module, program.volatile)
+    effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, backend.window(slot.pool, journal) as window:
         watched = ObservedProgram(program, effects)
@@ -82,7 +82,7 @@ def rehearse(program: Program, backend: Backend, observed: Observed,
     graph knows only their addresses. Empty where the backend needs no rehearsal (and keeps them itself).
     Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
     """
-    effects = HostEffects(program.module, program.volatile)
+    effects = HostEffects(program.module, program.volatile, program.assigned)
     watched = ObservedProgram(program, effects)
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases:

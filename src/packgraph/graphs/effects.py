@@ -27,6 +27,8 @@ from packgraph.plan.stages import State
 _MARKED_SEED = 0x7061636B
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
+# An RNN keeps its parameters in lists too, and makes them anew when it meets aliases. Undone like all else.
+_LISTS_OF_RNN = ("_flat_weights", "_flat_weight_refs")
 _RETURN = "return it from forward, or register a buffer and write to it in place"
 
 
@@ -42,7 +44,10 @@ class _Content:
 
     def changed(self) -> list[str]:
         """The attributes whose value or content is another one now."""
-        entries = _differences(self.container, self.copy)
+        if self.attribute in _LISTS_OF_RNN and isinstance(self.owner, torch.nn.RNNBase):
+            return []
+        entries = [entry for entry in _differences(self.container, self.copy)
+                   if entry not in _LISTS_OF_RNN or not isinstance(self.owner, torch.nn.RNNBase)]
         if entries and self.attribute is not None and self.attribute not in _TABLES:
             return [self.attribute]
         return [str(entry) for entry in entries]
@@ -68,12 +73,15 @@ class _Content:
 class HostEffects:
     """The Python side of one capture of `module`.
 
-    volatile: attributes assigned by eager stages are added to it.
+    volatile: attributes assigned by eager stages are added to it. assigned: those refused, because captured code
+    assigns them.
     """
 
-    def __init__(self, module: torch.nn.Module, volatile: set[Mark] | None = None) -> None:
+    def __init__(self, module: torch.nn.Module, volatile: set[Mark] | None = None,
+                 assigned: set[Mark] | None = None) -> None:
         self.module = module
         self.volatile: set[Mark] = set() if volatile is None else volatile
+        self.assigned: set[Mark] = set() if assigned is None else assigned
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
         """Remember everything, and mark the seeds of `generators`, whose states the caller puts back."""
@@ -98,15 +106,14 @@ class HostEffects:
 
         parameters_too: False while aliases stand in for the parameters.
         """
-        for content in self._expected:
-            if content.attribute == "_parameters" and not parameters_too:
-                continue
-            names = content.changed()
-            if names:
-                kind = type(content.owner).__name__
-                what = f"{kind}.forward" + (f" ({content.prefix})" if content.prefix else "")
-                raise CaptureError(f"{what} assigns or changes self.{names[0]}: that would happen at capture only, "
-                                   "never at a replay", _assignment_line(content.owner, names[0]), _RETURN)
+        changes = [(content, names) for content in self._expected if (names := content.changed())
+                   and (parameters_too or content.attribute != "_parameters")]
+        self.assigned.update((id(content.owner), name) for content, names in changes for name in names)
+        if changes:
+            content, names = changes[0]
+            what = f"{type(content.owner).__name__}.forward" + (f" ({content.prefix})" if content.prefix else "")
+            raise CaptureError(f"{what} assigns or changes self.{names[0]}: that would happen at capture only, "
+                               "never at a replay", _assignment_line(content.owner, names[0]), _RETURN)
         if not _same_states(self._random, _random_states()):
             raise CaptureError("the module draws random numbers on the host (random or numpy.random): a graph would "
                                "freeze them", _forward_line(self.module), "draw them with torch, or pass them in")

@@ -26,17 +26,16 @@ _PLACING = "torch.distributed.tensor."
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _LONGEST = 64  # plain values are watched in containers of up to so many entries, tensors in all
 
-_IN_PLACE = "change parameters in place (copy_, load_state_dict) to keep the graphs"
+_IN_PLACE = "change parameters and other tensors in place (copy_, load_state_dict) to keep the graphs"
 _AT_FIRST = "do it before the first captured call, or live with one more capture per change"
 _ARGUMENT = "pass what changes often to forward as an argument, as a tensor if it may have any value"
 
 
 class Change(NamedTuple):
-    """A fact that no longer holds. may_help: a call that could not be captured before may be capturable now."""
+    """A fact that no longer holds, in words, and what to do about it."""
 
     what: str
     remedy: str
-    may_help: bool = True
 
     def __str__(self) -> str:
         return self.what
@@ -122,11 +121,12 @@ class Fingerprint:
                 self._note_value(inner, inside, entry, f"{name}[{inside!r}]", mark, above | {id(value)},
                                  len(value) <= _LONGEST)
 
-    def changed(self) -> Change | None:
-        """What no longer holds, with what to do about it, or None."""
-        return self._submodules_changed() or self._tensors_changed() or self._values_changed()
+    def changed(self, but: Set[Mark] = frozenset()) -> Change | None:
+        """What no longer holds, or None. but: attributes that are not looked at, besides the volatile ones."""
+        skip = self._volatile | but
+        return self._submodules_changed(skip) or self._tensors_changed(skip) or self._values_changed(skip)
 
-    def _submodules_changed(self) -> Change | None:
+    def _submodules_changed(self, skip: Set[Mark]) -> Change | None:
         for owner, training in self._flags:
             if owner.training is not training:
                 return Change(f"the training mode of a {type(owner).__name__} inside the module changed", _AT_FIRST)
@@ -134,17 +134,17 @@ class Fingerprint:
             if table.get(name) is not child:
                 return Change(f"the submodule {name!r} was replaced", _AT_FIRST)
         for table, size, name, mark in self._sizes:
-            if len(table) != size and mark not in self._volatile:
-                return Change(f"{name} was added or removed", _AT_FIRST, may_help=False)
+            if len(table) != size and mark not in skip:
+                return Change(f"{name} was added or removed", _AT_FIRST)
         if self.hooked():
             return Change("the hooks of a submodule changed", _AT_FIRST)
         return None
 
-    def _tensors_changed(self) -> Change | None:
+    def _tensors_changed(self, skip: Set[Mark]) -> Change | None:
         for get, key, tensor, local, pointer, shape, stride, dtype, trains, hooks, name, mark in self._tensors:
             if get(key) is not tensor or local.data_ptr() != pointer \
                     or (local is not tensor and local_tensor(tensor) is not local):
-                if mark not in self._volatile:
+                if mark not in skip:
                     return Change(f"the storage of {name!r} was replaced", _IN_PLACE)
             elif local.stride() != stride or local.shape != shape or local.dtype != dtype:
                 return Change(f"shape, strides or dtype of {name!r} changed", _IN_PLACE)
@@ -154,12 +154,12 @@ class Fingerprint:
                 return Change(f"{name!r} got its first hook or lost its last", _AT_FIRST)
         return None
 
-    def _values_changed(self) -> Change | None:
+    def _values_changed(self, skip: Set[Mark]) -> Change | None:
         for get, key, value, plain, name, mark in self._values:
             now = get(key)
-            if now is value or (plain and type(now) is type(value) and now == value) or mark in self._volatile:
+            if now is value or (plain and type(now) is type(value) and now == value) or mark in skip:
                 continue
-            return Change(f"{name!r} changed", _ARGUMENT, may_help=False)
+            return Change(f"{name!r} changed", _AT_FIRST if isinstance(now, torch.Tensor) else _ARGUMENT)
         return None
 
     def hooked(self) -> bool:

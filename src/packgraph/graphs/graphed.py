@@ -23,6 +23,7 @@ from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Change, Fingerprint
+from packgraph.graphs.guard import capturing
 from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
@@ -124,7 +125,7 @@ class GraphedModule(Wrapper):
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
-        if call.key in self._failed:
+        if call.key in self._failed and not self._may_capture_now():
             return fallback.CAPTURE_FAILED
         reason = self._check_fingerprint()
         if reason is not None:
@@ -208,6 +209,8 @@ class GraphedModule(Wrapper):
             return bypass
         if self._closed:
             return fallback.CLOSED
+        if capturing():
+            return fallback.INSIDE
         if not torch.is_grad_enabled():
             return fallback.NO_GRAD
         if not self.module.training:
@@ -267,11 +270,15 @@ class GraphedModule(Wrapper):
             if self.strict:
                 raise error
             warnings.warn(f"capturing again: {error}", PackgraphWarning, stacklevel=6)
+        if self._may_capture_now():
+            self._failed.clear()
         self.stats.recaptures["module changed"] += self._slots.clear()
         self._buffers_of_gradients = GradientBuffers()
         self._rehearsed.clear()
-        if change.may_help:
-            self._failed.clear()
+
+    def _may_capture_now(self) -> bool:
+        """Whether something about the module has changed that its own forward does not change in every call."""
+        return self._fingerprint is None or self._fingerprint.changed(self._program.assigned) is not None
 
     def _refuse_another_device(self) -> None:
         tensor = next(iter([*self.module.parameters(), *self.module.buffers()]), None)

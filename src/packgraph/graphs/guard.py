@@ -121,6 +121,11 @@ def known_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
         _KNOWN.reset(token)
 
 
+def capturing() -> bool:
+    """Whether the caller is run for a capture (or its rehearsal)."""
+    return _KNOWN.get() is not None
+
+
 class HostReadGuard(TorchFunctionMode):
     """Refuses host reads of tensors, and seeding. device: only reads of tensors on this device type count (None = all).
     """

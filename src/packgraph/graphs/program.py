@@ -17,7 +17,8 @@ from packgraph.plan.stages import Stage, Staged, State
 class Program:
     """The runs of one module under one scope and granularity.
 
-    volatile: attributes of modules (id of the module, name) that eager stages were seen to assign.
+    volatile: attributes of modules (id of the module, name) that eager stages were seen to assign. assigned: those
+    that captured code would assign, for which a capture was refused.
     """
 
     def __init__(self, module: torch.nn.Module, scope: Iterable[str] | None, granularity: str) -> None:
@@ -25,6 +26,7 @@ class Program:
         self.scope = scope if scope is None or isinstance(scope, str) else tuple(scope)
         self.granularity = granularity
         self.volatile: set[tuple[int, str]] = set()
+        self.assigned: set[tuple[int, str]] = set()
         self.staged = isinstance(module, Staged)
         stages = list(module.stages()) if isinstance(module, Staged) else [Stage("module", 0, partial(_call, module))]
         self.stages = stages
@@ -32,7 +34,9 @@ class Program:
 
     def rebuilt(self) -> "Program":
         """The program of the module as it is now: stages are bound to the submodules that were there when asked."""
-        return Program(self.module, self.scope, self.granularity)
+        program = Program(self.module, self.scope, self.granularity)
+        program.volatile, program.assigned = self.volatile, self.assigned
+        return program
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         """The first state."""
