@@ -1,10 +1,11 @@
-"""The command `packgraph`: train, verify, plan, presets.
+"""The command `packgraph`: train, verify, plan, bench, presets.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails (the loss is no
 number, a verification differs) ends with 1. A traceback is shown for our bugs only.
 """
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -13,6 +14,9 @@ from typing import Any
 
 USER_ERROR = 2
 FAILED = 1
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+FEWEST_VERIFY_STEPS = 3
 OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps")
 
 TRAIN_INTRODUCTION = """usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
@@ -50,10 +54,21 @@ slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no d
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "verify": _verify, "plan": _plan, "presets": _presets}
-    if not words or words[0] not in commands:
-        return _top_level(words, list(commands))
-    return _with_clear_errors(commands[words[0]], words[1:])
+    commands = {"train": _train, "verify": _verify, "plan": _plan, "bench": _bench, "presets": _presets}
+    try:
+        if not words or words[0] not in commands:
+            code = _top_level(words, list(commands))
+        else:
+            code = _with_clear_errors(commands[words[0]], words[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:  # also while torch is imported, which takes seconds
+        print("packgraph: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has had enough (`packgraph train --help | head`). Python would complain once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    return code
 
 
 def _top_level(words: list[str], commands: list[str]) -> int:
@@ -64,6 +79,7 @@ def _top_level(words: list[str], commands: list[str]) -> int:
                "  train PRESET     train a model, for example: packgraph train qwen3-tiny\n"
                "  verify [PRESET]  check that graph and eager training agree bit by bit\n"
                "  plan             draw a pipeline schedule and count its slots\n"
+               "  bench NAME       time eager, compiled and graph runs side by side\n"
                "  presets          list the presets\n\n"
                "`packgraph COMMAND --help` explains a command.")
     parser.add_argument("--version", action="version", version=f"packgraph {_version()}")
@@ -85,6 +101,7 @@ def _version() -> str:
 
 def _with_clear_errors(command: Any, words: list[str]) -> int:
     """Run a command; turn what a user can cause into one block of text and an exit code."""
+    from packgraph.graphs.errors import CaptureError
     from packgraph.train.checkpoint_reader import CheckpointError
     from packgraph.train.config import ConfigError
     from packgraph.train.data import DataError
@@ -92,15 +109,12 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
 
     try:
         return int(command(words))
-    except (ConfigError, DataError, CheckpointError) as error:
+    except (ConfigError, DataError, CheckpointError, CaptureError) as error:
         print(f"packgraph: error: {error}", file=sys.stderr)
         return USER_ERROR
     except NonFiniteLossError as error:
         print(f"packgraph: training failed: {error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("packgraph: interrupted", file=sys.stderr)
-        return 130
 
 
 def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
@@ -108,6 +122,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     from packgraph.train.command_line import split_overrides
     from packgraph.train.config import ConfigError, Layer, load_file, read_config
     from packgraph.train.presets import PRESETS, preset
+    from packgraph.train.run_folder import run_of
 
     parser = argparse.ArgumentParser(prog="packgraph", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("preset", nargs="?")
@@ -133,8 +148,11 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
             raise ConfigError([f"name a preset ({', '.join(PRESETS)}) or a --config file"])
         return None, own
     base = preset(name)
-    flags = {"run": {"resume": True}} if own.resume else {}
-    config = read_config(base, [*layers, options, Layer("--resume", flags)])
+    flags = Layer("--resume", {"run": {"resume": True}} if own.resume else {})
+    config = read_config(base, [*layers, options, flags])
+    if config.run.resume and own.config is not None:
+        # The run that goes on is the one the file lies in, wherever that folder is now.
+        config = read_config(base, [*layers, Layer(str(own.config), run_of(own.config)), options, flags])
     return dataclasses.replace(config, preset=name), own
 
 
@@ -152,9 +170,12 @@ def _train(words: list[str]) -> int:
         raise ConfigError([f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"])
     if own.steps is not None:
         raise ConfigError(["--steps: did you mean --run.steps?"])
+    from packgraph.parallel.processes import Launch
     from packgraph.train.launch import train
 
     folder, summary = train(config)
+    if Launch.read().rank != 0:
+        return 0
     print(f"{summary['ended']}: {summary['steps']} steps, summary in {folder / 'summary.json'}", file=sys.stderr)
     if "loss_first" in summary:
         print(f"loss {summary['loss_first']:.4f} → {summary['loss_last']:.4f}, {summary['tokens_per_second']:,.0f} "
@@ -163,11 +184,29 @@ def _train(words: list[str]) -> int:
     return 0
 
 
+def _verify_problems(config: Any, steps: int | None) -> list[str]:
+    """Why nothing could be compared."""
+    problems = []
+    if steps is not None and steps < 1:
+        problems.append(f"--steps must be at least 1, got {steps}")
+    elif steps is not None and config is None and steps < FEWEST_VERIFY_STEPS:
+        problems.append(f"--steps {steps} is too few: the first steps are warm-up, replay begins with step "
+                        f"{FEWEST_VERIFY_STEPS}")
+    if config is not None and not config.graph.enabled:
+        problems.append("graph.enabled = false: verify compares graphs with eager training, so graphs must be on")
+    return problems
+
+
 def _verify(words: list[str]) -> int:
+    from packgraph.train.config import ConfigError
+
     config, own = _read(words)
     if own.help:
         print(VERIFY_INTRODUCTION)
         return 0
+    problems = _verify_problems(config, own.steps)
+    if problems:
+        raise ConfigError(problems)
     from rich.console import Console
 
     from packgraph.diagnose.matrix import default_matrix
@@ -250,6 +289,12 @@ def _plan(words: list[str]) -> int:
 def _refuse_plan(problems: list[str]) -> int:
     print("packgraph: error: this schedule cannot be drawn:\n  " + "\n  ".join(problems), file=sys.stderr)
     return USER_ERROR
+
+
+def _bench(words: list[str]) -> int:
+    from packgraph.bench.command import bench
+
+    return bench(words)
 
 
 def _presets(words: list[str]) -> int:

@@ -1,0 +1,111 @@
+"""Several ways of doing the same work, measured in turn: their samples, and why some have none.
+
+A way that fails drops out with its reason; the others go on. The first way asked for is what the others are compared
+with, so it takes part in every group.
+"""
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from packgraph.bench.rows import FAILURES, Row, figures, why
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed block. times: figure -> milliseconds of one call. tokens: real tokens of one call, on average."""
+
+    times: dict[str, float]
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a way computed on the first microbatches: the loss, and the norm of all gradients."""
+
+    loss: float
+    gradient_norm: float
+
+
+class Contest:
+    """What is known of each way of one group."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.samples: dict[str, list[Sample]] = {name: [] for name in names}
+        self.checks: dict[str, Check] = {}
+        self.extras: dict[str, Row] = {name: {} for name in names}
+        self.reasons: dict[str, str] = {}
+
+    @property
+    def running(self) -> list[str]:
+        """The ways that have not dropped out."""
+        return [name for name in self.names if name not in self.reasons]
+
+    def drop(self, name: str, reason: str | None) -> None:
+        """Take a way out, if there is a reason; the first reason stays."""
+        if reason is not None:
+            self.reasons.setdefault(name, reason)
+
+    def attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
+        """What `work` returns; None when it failed, which takes the way out."""
+        try:
+            return work()
+        except FAILURES as error:
+            self.drop(name, why(error))
+            return None
+
+    def row(self, name: str, main: str, tolerance: float) -> Row:
+        """The row of one way. main: the figure that ratios and the price per token are made of.
+
+        tolerance: largest relative difference of losses that is rounding, and for gradient norms ten times that.
+        """
+        samples, first = self.samples[name], self.samples[self.names[0]]
+        row: Row = {"figures": {}, "ratio": None, "against": self.names[0], "rounds": len(samples)}
+        row |= self.extras[name] | self._agreement(name, tolerance)
+        reason = self.reasons.get(name)
+        if reason is None and not samples:
+            reason = "not measured: no round was run"
+        if reason is None:
+            row["figures"] = {kind: figures([sample.times[kind] for sample in samples]) for kind in samples[0].times}
+            row["figures"]["ms_per_1000_tokens"] = figures([1000 * s.times[main] / s.tokens for s in samples])
+            if first:
+                eager = figures([sample.times[main] for sample in first])["median"]
+                row["ratio"] = round(eager / max(row["figures"][main]["median"], 1e-9), 4)
+        return row | {"reason": reason}
+
+    def _agreement(self, name: str, tolerance: float) -> Row:
+        """Loss and gradient norm of the first microbatches, and how far they are from those of the first way."""
+        mine, first = self.checks.get(name), self.checks.get(self.names[0])
+        if mine is None:
+            return {"loss": None, "loss_difference": None, "gradient_difference": None, "agrees": None}
+        row: Row = {"loss": mine.loss, "loss_difference": None, "gradient_difference": None, "agrees": None}
+        if first is not None:
+            loss = _relative(mine.loss, first.loss)
+            gradient = _relative(mine.gradient_norm, first.gradient_norm)
+            row |= {"loss_difference": loss, "gradient_difference": gradient,
+                    "agrees": loss <= tolerance and gradient <= 10 * tolerance}
+        return row
+
+
+def _relative(mine: float, other: float) -> float:
+    """Relative difference; 0 only for equal numbers, infinite (as a number that JSON has) for no number."""
+    difference = abs(mine - other) / max(abs(other), 1e-12)
+    return difference if difference == difference and difference < 1e30 else 1e30
+
+
+def agreement(row: Row) -> str:
+    """The verdict in a word, for the table."""
+    if row["agrees"] is None:
+        return "-"
+    if row["loss_difference"] == 0.0:
+        return "equal" if row["agrees"] else "GRADIENTS DIFFER"
+    return f"{row['loss_difference']:.0e}" if row["agrees"] else "DIFFERS"
+
+
+def groups(names: Sequence[str], one_at_a_time: bool) -> list[list[str]]:
+    """Which ways are measured side by side: all, or each one alone with the first (less memory, more time)."""
+    if not one_at_a_time or len(names) < 3:
+        return [list(names)]
+    return [[names[0], name] for name in names[1:]]

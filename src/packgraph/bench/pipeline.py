@@ -1,0 +1,253 @@
+"""`packgraph bench pipeline`: whole steps of a pipeline, by every way, on all ranks together.
+
+A step's time is that of the slowest rank, from a common start to its own idle device. Two shares tell where it goes:
+
+    bubble_share   what waiting the schedule has by itself: simulated with the mean forward and backward time of a chunk
+    idle_share     1 - (time of all chunks' forwards and backwards, measured alone) / (time of the step), over all ranks
+                   so also uneven stages, transfers and the host between two chunks
+"""
+import datetime
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from packgraph.bench.company import Company
+from packgraph.bench.contest import Check, Contest, Sample, agreement, groups
+from packgraph.bench.models import FreshModel, draw_batches, dtype_on, shape, squared_gradients, zero_gradients
+from packgraph.bench.pipeline_way import PIPELINE_WAYS, PipelineWay
+from packgraph.bench.rows import FAILURES, Column, Row, Rows, gibibytes, median, value, why
+from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, synchronize
+from packgraph.models.dense import DenseConfig
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.links import Links, make_links
+from packgraph.parallel.mesh import Layout
+from packgraph.parallel.processes import Launch, processes
+from packgraph.plan.schedule import make_schedule
+from packgraph.plan.simulate import simulate
+from packgraph.plan.slots import slot_counts
+
+__all__ = ["COLUMNS", "PIPELINE_WAYS", "PipelineOptions", "bench_pipeline", "measure_pipeline"]
+
+STEPS = 4  # different steps of microbatches that the rounds go through
+TIMEOUT = datetime.timedelta(minutes=4)
+
+COLUMNS: list[Column] = [
+    ("tokens", value("tokens")), ("way", value("way")), ("ms / step", median("step_ms")),
+    ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)), ("ratio", value("ratio", ".2f")),
+    ("rounds", value("rounds")), ("bubble", value("bubble_share", ".1%")), ("idle", value("idle_share", ".1%")),
+    ("slots", value("slots")), ("prepare s", value("prepare_seconds", ".1f")),
+    ("most pool GiB", gibibytes("pool_bytes")), ("most peak GiB", gibibytes("peak_bytes")), ("loss", agreement),
+    ("note", lambda row: row["reason"] or "")]
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What to measure. ranks, chunks, microbatches: of the schedule; the rest as in StepOptions."""
+
+    model: str
+    layers: int | None
+    tokens: tuple[int, ...]
+    documents: int
+    ways: tuple[str, ...]
+    rounds: int
+    mean: float
+    sigma: float
+    seed: int
+    one_at_a_time: bool
+    ranks: int
+    chunks: int
+    microbatches: int
+
+    @property
+    def config(self) -> DenseConfig:
+        """The whole decoder; embedding and head are untied, since they live on different ranks."""
+        return replace(shape(self.model, self.layers), tie_embeddings=False)
+
+    def problems(self) -> list[str]:
+        """Why these options describe no pipeline."""
+        stages, layers = self.ranks * self.chunks, self.config.num_layers
+        found = [] if stages <= layers else [
+            f"{self.ranks} ranks with {self.chunks} chunks make {stages} stages, but {self.model} has {layers} layers: "
+            "every stage needs one; see --layers"]
+        if self.ranks == 1 and self.chunks > 1:
+            found.append(f"{self.chunks} chunks on a single rank would send to itself: use --chunks 1, or start more "
+                         "processes (torchrun --nproc-per-node)")
+        return found
+
+
+def bench_pipeline(options: PipelineOptions, device: torch.device, launch: Launch, rows: Rows, deadline: Deadline
+                   ) -> None:
+    """Connect the processes of `launch` and measure. Raises on every rank's own errors after writing what there is."""
+    with processes(Layout(dp=1, pp=options.ranks), device, launch, TIMEOUT) as mesh:
+        links = make_links(mesh)
+        measure_pipeline(options, device, links, Company(), rows, deadline)
+
+
+def measure_pipeline(options: PipelineOptions, device: torch.device, links: Links, company: Company, rows: Rows,
+                     deadline: Deadline) -> None:
+    """Measure everything in `options`; one row per number of tokens and way. Collective."""
+    stages = options.ranks * options.chunks
+    modules = [FreshModel(options.config, device=device, dtype=dtype_on(device), stages=stages,
+                          stage=chunk * options.ranks + company.rank) for chunk in range(options.chunks)]
+    zero_gradients(modules)
+    for tokens in options.tokens:
+        bench = _PipelineBench(options, Capacity(tokens, options.documents), modules, links, company, deadline)
+        for number, names in enumerate(groups(options.ways, options.one_at_a_time)):
+            bench.measure(names, names[1:] if number else names, rows)
+            torch.compiler.reset()
+            free_unused(device)
+
+
+class _PipelineBench:
+    """All ways at one capacity, on this rank."""
+
+    def __init__(self, options: PipelineOptions, capacity: Capacity, modules: list[FreshModel], links: Links,
+                 company: Company, deadline: Deadline) -> None:
+        self.options, self.capacity, self.modules = options, capacity, modules
+        self.links, self.company, self.deadline = links, company, deadline
+        self.device = next(modules[0].parameters()).device
+        self.slots = slot_counts(options.ranks, options.chunks)
+        count = options.microbatches
+        batches = draw_batches(capacity, STEPS * count, options.config.vocab_size, mean=options.mean,
+                               sigma=options.sigma, seed=options.seed)
+        self.real_tokens = sum(batch.num_tokens for batch in batches) / STEPS
+        self.steps: list[tuple[list[PackedBatch], torch.Tensor]] = []
+        for start in range(0, len(batches), count):
+            part = batches[start : start + count]
+            labels = torch.tensor(sum(batch.num_loss_tokens for batch in part), device=self.device)
+            self.steps.append(([batch.to(self.device) for batch in part], labels))
+
+    def measure(self, names: list[str], shown: list[str], rows: Rows) -> None:
+        """Prepare all ways, let them take turns, close them; write the rows of `shown`."""
+        contest, ways = Contest(names), dict[str, PipelineWay]()
+        doing = [names[0]]
+        try:
+            self._measure(contest, ways, doing)
+        except FAILURES as error:
+            # The other ranks wait for this one and cannot be told: say here what is known, and leave.
+            contest.drop(doing[0], f"rank {self.company.rank}: {why(error)}")
+            for name in contest.running:
+                if not contest.samples[name]:
+                    contest.drop(name, f"not measured: the run ended when way {doing[0]} failed")
+            rows.write = True
+            for name in shown:
+                rows.add(self._row(contest, name))
+            raise
+        for name in shown:
+            rows.add(self._row(contest, name))
+
+    def _measure(self, contest: Contest, ways: dict[str, PipelineWay], doing: list[str]) -> None:
+        for name in contest.names:
+            doing[0] = name
+            if self._late():
+                contest.drop(name, self.deadline.reason)
+                continue
+            self._prepare(contest, ways, name)
+            if name in contest.reasons and name in ways:
+                ways.pop(name).close()
+            free_unused(self.device)
+
+        def run(name: str, number: int) -> None:
+            doing[0] = name
+            contest.samples[name].append(self._time(ways[name], number))
+
+        runs = {name: lambda number, name=name: run(name, number) for name in ways}
+        rounds_in_turn(runs, self.options.rounds, self._late)
+        for name in list(ways):
+            doing[0] = name
+            contest.drop(name, self.company.first_reason(ways[name].complaint()))
+            if not contest.samples[name]:
+                contest.drop(name, self.deadline.reason)
+            if name not in contest.reasons:
+                self._shares(contest, ways[name])
+        for way in ways.values():
+            way.close()
+        free_unused(self.device)
+
+    def _late(self) -> bool:
+        """Whether the time is up on any rank. Collective."""
+        return any(self.company.gather(self.deadline.passed()))
+
+    def _prepare(self, contest: Contest, ways: dict[str, PipelineWay], name: str) -> None:
+        """Make a way, capture, warm it up, check what it computes, measure its memory. Collective."""
+        free_unused(self.device)
+        before, began = held_bytes(self.device), time.monotonic()
+
+        def alone() -> None:
+            ways[name] = PipelineWay(name, self.modules, self.links, self.slots[self.company.rank], self.capacity)
+            ways[name].warm_alone(self.steps[0][0][0])
+
+        contest.drop(name, self.company.attempt(alone)[1])
+        if name in contest.reasons:
+            return
+        way = ways[name]
+        contest.drop(name, self.company.first_reason(way.build(self.steps[0][0][0])))
+        if name in contest.reasons:
+            return
+        way.step(*self.steps[-1])
+        synchronize(self.device)
+        prepared = round(max(self.company.gather(time.monotonic() - began)), 3)
+        zero_gradients(self.modules)
+        loss = float(way.step(*self.steps[0]))
+        squares = sum(self.company.gather(squared_gradients(self.modules)))
+        contest.checks[name] = Check(loss, squares**0.5)
+        peak = peak_bytes(self.device, lambda: way.step(*self.steps[0]))
+        contest.extras[name] = {"prepare_seconds": prepared} | self._of_all_ranks(way.facts() | {
+            "peak_bytes": None if peak is None or before is None else peak - before})
+
+    def _of_all_ranks(self, mine: Row) -> Row:
+        """Each fact as a list by rank; None where no rank has it."""
+        every = self.company.gather(mine)
+        lists: dict[str, list[Any]] = {key: [facts[key] for facts in every] for key in mine}
+        return {key: None if all(part is None for part in parts) else parts for key, parts in lists.items()}
+
+    def _time(self, way: PipelineWay, number: int) -> Sample:
+        batches, labels = self.steps[number % len(self.steps)]
+        zero_gradients(self.modules)
+        synchronize(self.device)
+        self.company.gather(None)  # a common start
+        begin = time.perf_counter()
+        way.step(batches, labels)
+        launched = time.perf_counter() - begin
+        synchronize(self.device)
+        every = self.company.gather((time.perf_counter() - begin, launched))
+        return Sample({"step_ms": 1000 * max(whole for whole, _ in every),
+                       "host_ms": 1000 * max(host for _, host in every)},
+                      sum(batch.num_tokens for batch in batches))
+
+    def _shares(self, contest: Contest, way: PipelineWay) -> None:
+        """bubble_share, idle_share and the milliseconds of each stage, from chunks measured alone. Collective."""
+        source: list[list[float]] | None = None
+        if way.name != "step":
+            mine, reason = self.company.attempt(lambda: way.chunk_times(self.steps[0][0][0]))
+            every = self.company.gather(mine)
+            if reason is None:
+                source = [[round(part, 4) for part in every[rank][chunk]]
+                          for chunk in range(self.options.chunks) for rank in range(self.options.ranks)]
+            contest.extras[way.name]["stage_ms"] = source
+        # A whole step runs what the chunks' graphs run.
+        busy = source or contest.extras.get("chunk", {}).get("stage_ms")
+        known = busy or contest.extras[contest.names[0]].get("stage_ms")
+        if known is not None:
+            forward, backward = (statistics.mean(stage[part] for stage in known) for part in (0, 1))
+            schedule = make_schedule(self.options.ranks, self.options.chunks, self.options.microbatches)
+            contest.extras[way.name]["bubble_share"] = round(simulate(schedule, forward, backward).bubble_share, 4)
+        if busy is not None:
+            mean = self.options.microbatches * sum(map(sum, busy)) / self.options.ranks
+            step_ms = statistics.median(sample.times["step_ms"] for sample in contest.samples[way.name])
+            contest.extras[way.name]["idle_share"] = round(1 - mean / step_ms, 4)
+
+    def _row(self, contest: Contest, name: str) -> Row:
+        options = self.options
+        what = {"benchmark": "pipeline", "way": name, "model": options.model, "layers": options.config.num_layers,
+                "dtype": str(dtype_on(self.device)).removeprefix("torch."), "ranks": options.ranks,
+                "chunks": options.chunks, "microbatches": options.microbatches, "tokens": self.capacity.tokens,
+                "documents": self.capacity.documents, "mean": options.mean, "sigma": options.sigma,
+                "seed": options.seed, "real_tokens": round(self.real_tokens, 1),
+                "padding": round(1 - self.real_tokens / self.capacity.tokens / options.microbatches, 5),
+                "slots": None if name == "step" else [list(counts) for counts in self.slots]}
+        return what | contest.row(name, "step_ms", 1e-2 if self.device.type == "cuda" else 1e-5)

@@ -1,0 +1,123 @@
+"""Time and memory of work on one device: CUDA events and the allocator's counters, or the wall clock on a CPU.
+
+On CUDA the host runs ahead of the device, so time is taken between events on the stream, after everything before has
+ended. Memory counts what a graph's private pool reserves in full, whether a tensor lives there at the moment or not.
+"""
+import gc
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+CUDA_DEFAULT_POOL = (0, 0)
+
+
+class Deadline:
+    """A limit of `seconds` from now; None is no limit."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def passed(self) -> bool:
+        """Whether the time is up."""
+        return self._end is not None and time.monotonic() > self._end
+
+    @property
+    def reason(self) -> str:
+        """What a row says that was not measured."""
+        return f"not measured: the limit of {self.seconds:g} seconds was reached before"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Marks points in the device's work; `laps` gives the milliseconds between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def mark(self) -> None:
+        """Mark the end of all work given to the device so far."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """Milliseconds between consecutive marks; waits for the device."""
+        synchronize(self._device)
+        if self._device.type == "cuda":
+            return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:])]
+        return [1000 * (b - a) for a, b in zip(self._times, self._times[1:])]
+
+
+def time_block(device: torch.device, run: Callable[[], object]) -> tuple[float, float]:
+    """(milliseconds on the device, milliseconds of the host) of `run`, on a device that was idle before."""
+    watch = Stopwatch(device)
+    synchronize(device)
+    begin = time.perf_counter()
+    watch.mark()
+    run()
+    watch.mark()
+    host = 1000 * (time.perf_counter() - begin)
+    return watch.laps()[0], host
+
+
+def free_unused(device: torch.device) -> None:
+    """Let go of garbage and of the allocator's cached blocks."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _private(device: torch.device) -> tuple[int, int]:
+    """(bytes reserved, bytes of live tensors) in private pools."""
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == device.index
+                and tuple(segment["segment_pool_id"]) != CUDA_DEFAULT_POOL]
+    return sum(s["total_size"] for s in segments), sum(s["allocated_size"] for s in segments)
+
+
+def held_bytes(device: torch.device) -> int | None:
+    """Bytes of live tensors outside private pools plus bytes that private pools reserve; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    reserved, live = _private(device)
+    return torch.cuda.memory_allocated(device) - live + reserved
+
+
+def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
+    """The most bytes held (see `held_bytes`) while `run` runs; None on a CPU."""
+    if device.type != "cuda":
+        run()
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    reserved, live = _private(device)
+    return torch.cuda.max_memory_allocated(device) - live + reserved
+
+
+def rounds_in_turn(runs: Mapping[str, Callable[[int], None]], rounds: int, stop: Callable[[], bool]) -> None:
+    """Call every run once per round with the round's number, each round beginning with another one.
+
+    So slow changes of the machine (clocks, heat, neighbours) touch all alike. stop: asked before every round.
+    """
+    names = list(runs)
+    for number in range(rounds):
+        if stop() or not names:
+            return
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            runs[name](number)

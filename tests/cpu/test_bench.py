@@ -1,0 +1,240 @@
+"""Benchmarks: every way asked for has a row that is valid JSON, with figures or with the reason why there are none."""
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from distkit import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packgraph import cli
+from packgraph.bench.company import Company
+from packgraph.bench.compiled import CompiledStack
+from packgraph.bench.contest import Check, Contest, Sample, groups
+from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
+from packgraph.bench.pipeline import PipelineOptions, measure_pipeline
+from packgraph.bench.pipeline_way import PipelineWay
+from packgraph.bench.rows import Rows, facts, figures
+from packgraph.bench.timing import Deadline, rounds_in_turn
+from packgraph.bench.ways import Way
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.links import make_links
+from packgraph.parallel.mesh import Layout, single_process
+
+CPU = torch.device("cpu")
+SMALL = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--documents", "4", "--mean", "10", "--sigma", "0.5"]
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def options(**changes: Any) -> PipelineOptions:
+    usual: dict[str, Any] = {
+        "model": "tiny", "layers": None, "tokens": (32,), "documents": 4, "ways": ("eager", "layer", "chunk", "step"),
+        "rounds": 2, "mean": 10.0, "sigma": 0.5, "seed": 0, "one_at_a_time": False, "ranks": 2, "chunks": 1,
+        "microbatches": 3}
+    return PipelineOptions(**(usual | changes))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
+def test_figures_are_ordered_and_within_the_values(values: list[float]) -> None:
+    found = figures(values)
+    assert min(values) - 1e-4 <= found["p10"] <= found["median"] <= found["p90"] <= max(values) + 1e-4
+    assert found["n"] == len(values)
+
+
+def test_figures_of_known_values() -> None:
+    assert figures([3.0, 1.0, 2.0]) == {"median": 2.0, "p10": 1.2, "p90": 2.8, "n": 3}
+
+
+def test_every_way_begins_a_round_in_its_turn() -> None:
+    seen: list[str] = []
+    runs = {name: lambda number, name=name: seen.append(f"{name}{number}") for name in "abc"}
+    rounds_in_turn(runs, 4, lambda: len(seen) >= 9)
+    assert seen == ["a0", "b0", "c0", "b1", "c1", "a1", "c2", "a2", "b2"]
+
+
+def test_ways_are_grouped_with_the_first() -> None:
+    assert groups(["eager", "layer", "chunk"], False) == [["eager", "layer", "chunk"]]
+    assert groups(["eager", "layer", "chunk"], True) == [["eager", "layer"], ["eager", "chunk"]]
+
+
+def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
+    contest = Contest(["eager", "chunk", "other", "odd"])
+    contest.samples["eager"] = [Sample({"ms": 30.0}, 100.0)] * 3
+    contest.samples["chunk"] = [Sample({"ms": 10.0}, 100.0)] * 3
+    contest.samples["odd"] = [Sample({"ms": 10.0}, 100.0)]
+    contest.checks |= {"eager": Check(2.0, 1.0), "chunk": Check(2.0, 1.0), "odd": Check(float("nan"), 1.0)}
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    contest.attempt("other", fail)
+    row = contest.row("chunk", "ms", 1e-2)
+    assert row["ratio"] == 3.0 and row["figures"]["ms_per_1000_tokens"]["median"] == 100.0
+    assert row["agrees"] is True and row["reason"] is None
+    row = contest.row("other", "ms", 1e-2)
+    assert row["figures"] == {} and row["reason"] == "OutOfMemoryError: tried to allocate 20 GiB"
+    row = contest.row("odd", "ms", 1e-2)
+    assert row["agrees"] is False and row["loss_difference"] == 1e30
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_shapes_take_another_number_of_layers(name: str) -> None:
+    assert shape(name, 2).num_layers == 2 and shape(name) == SHAPES[name]
+
+
+def test_documents_are_the_same_for_a_seed_and_fill_their_packs() -> None:
+    one, two = (draw_batches(Capacity(128, 16), 12, 300, mean=40, sigma=1.0, seed=3) for _ in range(2))
+    assert len(one) == 12 and all(torch.equal(a.data, b.data) for a, b in zip(one, two, strict=True))
+    assert sum(batch.num_tokens for batch in one) > 0.9 * 12 * 128
+    assert len({batch.lengths for batch in one}) > 6
+
+
+def test_parts_have_the_fresh_values_of_the_whole() -> None:
+    whole = FreshModel(options().config, device=CPU).state_dict()
+    for stage in range(2):
+        for name, value in FreshModel(options().config, device=CPU, stage=stage, stages=2).state_dict().items():
+            assert torch.equal(value, whole[name]), name
+
+
+def test_a_compiled_stack_computes_what_its_model_does() -> None:
+    model = FreshModel(shape("tiny", 2), device=CPU)
+    (batch,) = draw_batches(Capacity(32, 4), 1, 300, mean=10, sigma=0.5, seed=0)
+    results = []
+    for module in (model, CompiledStack(model, backend="eager")):
+        model.zero_grad()
+        loss = module(batch)
+        loss.backward()
+        results.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
+    torch.compiler.reset()
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_bench_step_writes_a_row_for_every_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ["bench", "step", *SMALL, "--ways", "eager", "reduce-overhead", "layer", "chunk", "--rounds", "3",
+             "--calls", "2", "--out", str(out), "--commit", "abc123"]
+    assert cli.main(words) == 0
+    captured = capsys.readouterr()
+    rows = rows_of(captured.out)
+    assert captured.out == out.read_text() and "bench step" in captured.err
+    assert [row["way"] for row in rows] == ["eager", "reduce-overhead", "layer", "chunk"]
+    for row in rows:
+        assert row["benchmark"] == "step" and row["tokens"] == 32 and row["commit"] == "abc123"
+        assert set(row["versions"]) == {"python", "torch", "cuda", "packgraph"} and row["device"].startswith("cpu")
+        if row["way"] == "reduce-overhead":
+            assert "none on a CPU" in row["reason"] and row["figures"] == {}
+            continue
+        assert row["reason"] is None and row["loss_difference"] == row["gradient_difference"] == 0.0
+        assert row["figures"]["device_ms"]["n"] == 3 and row["ratio"] > 0 and 0 <= row["padding"] < 0.5
+    assert rows[2]["capture_seconds"] > 0 and rows[3]["pool_bytes"] > 0
+
+
+def test_a_way_that_fails_in_the_middle_keeps_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    run, calls = Way.run, []
+
+    def sometimes(self: Way, batch: Any) -> Any:
+        calls.append(self.name)
+        if self.name == "chunk" and calls.count("chunk") == 8:
+            raise RuntimeError("the device is\non fire")
+        return run(self, batch)
+
+    with mock.patch.object(Way, "run", sometimes):
+        assert cli.main(["bench", "step", *SMALL, "--ways", "eager", "chunk", "--rounds", "4", "--calls", "1"]) == 0
+    eager, chunk = rows_of(capsys.readouterr().out)
+    assert eager["figures"]["device_ms"]["n"] == 4
+    assert chunk["reason"] == "RuntimeError: the device is on fire" and chunk["figures"] == {}
+
+
+def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", *SMALL, "--ways", "eager", "chunk", "--seconds", "1e-9"]) == 1
+    assert all("limit of 1e-09 seconds" in row["reason"] for row in rows_of(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["step", "--seconds", "-1"], "--seconds must be positive"),
+    (["step", "--out", "/no/such/folder/x"], "does not exist"),
+    (["step", "--ways", "eager", "eager"], "names a way twice"),
+    (["step", "--tokens", "0"], "expected a whole number of at least 1"),
+    (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
+    (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
+    (["unknown"], "invalid choice")])
+def test_mistakes_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
+    assert cli.main(["bench", *words]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err and captured.out == "" and "Traceback" not in captured.err
+
+
+def test_bench_without_a_name_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench"]) == 0
+    assert "torchrun" in capsys.readouterr().out
+
+
+def test_bench_pipeline_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "pipeline", *SMALL, "--ways", "eager", "chunk", "--rounds", "2", "--one-at-a-time"]
+    assert cli.main(words) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [row["way"] for row in rows] == ["eager", "chunk"]
+    assert all(row["bubble_share"] == 0.0 and row["reason"] is None for row in rows)
+
+
+def measured(mesh: Any, chosen: PipelineOptions, broken: str | None = None) -> list[dict[str, Any]]:
+    """All rows of one rank. broken: the way that fails on the last rank while it gets ready."""
+    rows = Rows(facts(CPU, "abc123"), write=False)
+    warm_alone = PipelineWay.warm_alone
+
+    def break_down(self: PipelineWay, batch: Any) -> None:
+        if self.name == broken and mesh.rank == mesh.world - 1:
+            raise RuntimeError("no room")
+        warm_alone(self, batch)
+
+    with mock.patch.object(PipelineWay, "warm_alone", break_down):
+        measure_pipeline(chosen, CPU, make_links(mesh), Company(), rows, Deadline(None))
+    return rows.all
+
+
+@pytest.mark.dist
+def test_bench_pipeline_on_two_ranks() -> None:
+    one, two = run_ranks(measured, 2, options(), layout=Layout(pp=2))
+    assert [row["way"] for row in one] == ["eager", "layer", "chunk", "step"]
+    for mine, other in zip(one, two, strict=True):
+        json.dumps(mine)
+        assert mine == other, "all ranks know the same"
+        assert mine["reason"] is None and mine["loss_difference"] == 0.0 and mine["agrees"]
+        assert mine["figures"]["step_ms"]["n"] == 2 and 0 < mine["bubble_share"] < 1
+        assert (mine["pool_bytes"] is None) == (mine["way"] == "eager")
+    assert one[2]["slots"] == [[2], [1]] and len(one[2]["pool_bytes"]) == 2 and len(one[2]["stage_ms"]) == 2
+
+
+@pytest.mark.dist
+def test_a_way_that_one_rank_cannot_run_is_left_out_by_all() -> None:
+    chosen = options(chunks=2, ways=("layer", "chunk", "step"))
+    for rows in run_ranks(measured, 2, chosen, "chunk", layout=Layout(pp=2)):
+        assert [row["way"] for row in rows] == ["layer", "chunk", "step"]
+        assert rows[0]["reason"] is None and rows[0]["figures"]["step_ms"]["n"] == 2
+        assert rows[1]["reason"] == "rank 1: RuntimeError: no room"
+        assert "need CUDA" in rows[2]["reason"]
+
+
+def test_a_failure_within_a_step_ends_the_run_after_writing_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    step, calls = PipelineWay.step, []
+
+    def sometimes(self: PipelineWay, *arguments: Any) -> Any:
+        calls.append(self.name)
+        if self.name == "chunk" and calls.count("chunk") == 5:
+            raise RuntimeError("lost the device")
+        return step(self, *arguments)
+
+    rows = Rows(facts(CPU, "abc123"))
+    with mock.patch.object(PipelineWay, "step", sometimes), pytest.raises(RuntimeError, match="lost the device"):
+        measure_pipeline(options(ranks=1, ways=("eager", "chunk"), rounds=3), CPU, make_links(single_process()),
+                         Company(), rows, Deadline(None))
+    eager, chunk = rows_of(capsys.readouterr().out)
+    assert eager["figures"]["step_ms"]["n"] == 1 and eager["reason"] is None, "the second round begins with chunk"
+    assert chunk["reason"] == "rank 0: RuntimeError: lost the device"
