@@ -4,13 +4,35 @@
     packs = packgraph.pack(documents, [capacity])
     graphed = packgraph.graph(module, capacities=[capacity])
     loss = graphed(packs[0])
+
+The names are imported at their first use: the command line is there at once and can end on Ctrl-C, although importing
+torch takes seconds.
 """
-from packgraph.graphs.errors import CaptureError as CaptureError
-from packgraph.graphs.fallback import eager as eager
-from packgraph.graphs.graphed import graph as graph
-from packgraph.packing.batch import PackedBatch as PackedBatch
-from packgraph.packing.capacity import Capacity as Capacity
-from packgraph.packing.pack import pack as pack
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packgraph.graphs.errors import CaptureError as CaptureError
+    from packgraph.graphs.fallback import eager as eager
+    from packgraph.graphs.graphed import graph as graph
+    from packgraph.packing.batch import PackedBatch as PackedBatch
+    from packgraph.packing.capacity import Capacity as Capacity
+    from packgraph.packing.pack import pack as pack
 
 __all__ = ["Capacity", "CaptureError", "PackedBatch", "eager", "graph", "pack"]
 __version__ = "0.1.0"
+
+_HOMES = {"Capacity": "packing.capacity", "CaptureError": "graphs.errors", "PackedBatch": "packing.batch",
+          "eager": "graphs.fallback", "graph": "graphs.graphed", "pack": "packing.pack"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'packgraph' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"packgraph.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,53 @@ def test_a_run_from_start_to_resume(capsys: pytest.CaptureFixture[str], tmp_path
     assert (tmp_path / "runs" / "again" / "summary.json").exists()
 
 
+def test_a_config_file_of_a_run_resumes_that_run(tmp_path: Path, data: list[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3"]
+    assert cli.main(words) == 0 and cli.main(words) == 0
+    first, last = tmp_path / "runs" / "qwen3-tiny", tmp_path / "runs" / "qwen3-tiny-2"
+    assert cli.main(["train", "--config", str(first / "config.json"), "--resume", "--run.steps", "4"]) == 0
+    assert [json.loads((folder / "summary.json").read_text())["steps"] for folder in (first, last)] == [4, 3]
+    moved = first.rename(tmp_path / "moved")
+    assert cli.main(["train", "--config", str(moved / "config.json"), "--resume", "--run.steps", "5"]) == 0
+    assert json.loads((moved / "summary.json").read_text())["steps"] == 5
+    assert not first.exists()
+
+
+def test_verify_refuses_what_compares_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for steps in ("-3", "0"):
+        assert f"--steps must be at least 1, got {steps}" in refused(capsys, "verify", "--steps", steps)
+        assert "--steps must be" in refused(capsys, "verify", "qwen3-tiny", "--steps", steps)
+    assert "--steps 2 is too few" in refused(capsys, "verify", "--steps", "2")
+    assert "graph.enabled = false: verify compares" in refused(capsys, "verify", "qwen3-tiny", "--graph.enabled", "no")
+
+
+def command(*words: str, **options: Any) -> "subprocess.Popen[str]":
+    source = Path(packgraph.train.__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "packgraph.cli", *words], env=environment, stderr=subprocess.PIPE,
+                            text=True, **options)
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = command("train", "--help", stdout=write)
+    os.close(write)
+    assert process.communicate(timeout=60)[1] == ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
+def test_ctrl_c_before_torch_is_there_is_one_line() -> None:
+    process = command("train", "qwen3-tiny", stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes():  # torch is being imported
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "packgraph: interrupted\n"
+    assert process.returncode == 130
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(
         capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "3"]
@@ -133,11 +181,8 @@ def test_a_loss_that_is_no_number_ends_with_one(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(tmp_path: Path, data: list[str], number: signal.Signals) -> None:
-    source = Path(packgraph.train.__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "1000000", "--run.checkpoint-every", "1000000"]
-    process = subprocess.Popen([sys.executable, "-m", "packgraph.cli", *words], env=environment, stderr=subprocess.PIPE,
-                               text=True)
+    process = command("train", "qwen3-tiny", *SMALL, *data, "--run.steps", "1000000", "--run.checkpoint-every",
+                      "1000000")
     metrics = tmp_path / "runs" / "qwen3-tiny" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):

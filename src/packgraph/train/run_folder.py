@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from packgraph.train.config import ConfigError, differences, to_dict
+from packgraph.train.metrics import METRICS
 from packgraph.train.options import TrainConfig
 
+CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 SUMMARY = "summary.json"
 
@@ -43,6 +45,14 @@ def choose_folder(config: TrainConfig) -> Path:
         return taken[max(taken)]
     number = max(taken, default=0) + 1
     return parent / (config.preset if number == 1 else f"{config.preset}-{number}")
+
+
+def run_of(config: Path) -> dict[str, Any]:
+    """The values that say which run a config file belongs to; none for a file that is no run's config.json."""
+    folder = config.parent if config.parent.name not in ("", "..") else config.resolve().parent
+    if config.name != CONFIG or not any((folder / name).exists() for name in (CHECKPOINTS, METRICS, SUMMARY)):
+        return {}
+    return {"run": {"name": folder.name, "folder": str(folder.parent)}}
 
 
 def _numbered(parent: Path, preset: str) -> dict[int, Path]:

@@ -33,11 +33,10 @@ from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
-from packgraph.train.run_folder import CONFIG, SUMMARY, write_json
+from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, write_json
 from packgraph.train.signals import StopRequest
 from packgraph.train.step import accumulate, count_loss_tokens, own_share, take_step
 
-CHECKPOINTS = "checkpoints"
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"

@@ -75,7 +75,8 @@ class Microbatches:
                             f"program reads version {VERSION}")
         missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
-            raise DataError(f"the data position is damaged: it has no {', '.join(missing)}; go on from another checkpoint")
+            raise DataError(f"the data position is damaged: it has no {', '.join(missing)}; "
+                            "go on from another checkpoint")
         differences = [
             f"{name} was {state['identity'].get(name)!r}, is {value!r}"
             for name, value in self._identity().items() if state["identity"].get(name) != value
