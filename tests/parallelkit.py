@@ -1,6 +1,6 @@
 """A small decoder trained on any layout, returning what two runs must agree on."""
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig, OptimizerConfig
 from packgraph.train.step import accumulate, count_loss_tokens, own_share
 
+CPU = torch.device("cpu")
 CAPACITIES = (Capacity(16, 2), Capacity(32, 4), Capacity(64, 8))
 COUNTS = (3, 4, 1, 6, 2, 5)  # microbatches of the steps: fewer than replicas, uneven, more than ever before
 
@@ -28,12 +29,14 @@ def tiny_config(**changes: Any) -> DenseConfig:
     return DenseConfig(**(sizes | changes))
 
 
-def steps_of_packs(steps: int, vocabulary: int = 32) -> Iterator[list[PackedBatch]]:
+def steps_of_packs(steps: int, vocabulary: int = 32, capacities: Sequence[Capacity] = CAPACITIES
+                   ) -> Iterator[list[PackedBatch]]:
+    longest = max(capacity.tokens for capacity in capacities) // 3
     for step in range(steps):
         draw = random.Random(step)
-        rows = [[[draw.randrange(vocabulary) for _ in range(draw.randint(2, 20))] for _ in range(draw.randint(1, 3))]
-                for _ in range(COUNTS[step % len(COUNTS)])]
-        yield [pack(documents, list(CAPACITIES))[0] for documents in rows]
+        rows = [[[draw.randrange(vocabulary) for _ in range(draw.randint(2, longest))]
+                 for _ in range(draw.randint(1, 3))] for _ in range(COUNTS[step % len(COUNTS)])]
+        yield [pack(documents, list(capacities))[0] for documents in rows]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -45,15 +48,16 @@ class Run:
     """One rank's model, optimizer and executor."""
 
     def __init__(self, mesh: Mesh, *, graphs: bool, granularity: str = "layer", sequence: bool = False,
-                 seed: int = 0, **model: Any) -> None:
+                 seed: int = 0, device: torch.device = CPU, dtype: torch.dtype = torch.float32,
+                 capacities: Sequence[Capacity] = CAPACITIES, **model: Any) -> None:
         torch.manual_seed(dropout_seed(seed, mesh, sequence=sequence))
-        self.mesh = mesh
-        self.model = DenseModel(tiny_config(**model)).train()
+        self.mesh, self.device = mesh, device
+        self.model = DenseModel(tiny_config(**model), device=device, dtype=dtype).train()
         if mesh.size("tp") > 1:
             parallelize(self.model, mesh["tp"], sequence=sequence)
         self.optimizer = Optimizer(self.model.named_parameters(), OptimizerConfig(clip_norm=0.5), mesh)
-        options = GraphConfig(enabled=graphs, capacities=CAPACITIES, granularity=granularity, strict=True)
-        self.executor = Executor(self.model, options, torch.device("cpu"))
+        options = GraphConfig(enabled=graphs, capacities=tuple(capacities), granularity=granularity, strict=True)
+        self.executor = Executor(self.model, options, device)
         self.overlapped = 0
 
     def step(self, number: int, packs: list[PackedBatch], *, overlap: bool = True, set_to_none: bool = False
@@ -66,7 +70,7 @@ class Run:
         else:
             self.optimizer.zero_grad()
         share = own_share(packs, self.mesh.size("dp"), self.mesh.place["dp"])
-        loss = accumulate(self.executor.loss, share, torch.device("cpu"), in_flight=number % 3 == 2,
+        loss = accumulate(self.executor.loss, share, self.device, in_flight=number % 3 == 2,
                           loss_tokens=count_loss_tokens(packs),
                           before_last=self.optimizer.flat.overlap if overlap else None)
         self.overlapped += self.optimizer.flat.launched
