@@ -35,7 +35,8 @@ def train_steps(model, run, *, steps=8, counts=(1, 2, 3)):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trace = []
     for _ in range(steps):
-        pairs = [(ids, x.detach()) for ids, x in (toy_inputs(order.choice((6, 9))) for _ in range(order.choice(counts)))]
+        made = [toy_inputs(order.choice((6, 9))) for _ in range(order.choice(counts))]
+        pairs = [(ids, x.detach()) for ids, x in made]
         loss = run(*pairs)
         facts = {f"gradient {name}": p.grad.clone() for name, p in model.named_parameters()}
         facts |= {"loss": loss.clone(), "rng": torch.get_rng_state(), "calls": model.calls.clone()}
