@@ -1,5 +1,6 @@
 """Benchmarks: every way asked for has a row that is valid JSON, with figures or with the reason why there are none."""
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,10 +10,12 @@ import torch
 from distkit import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
+from packgraph.bench import pipeline_way
 from packgraph.bench.company import Company
-from packgraph.bench.compiled import CompiledStack
+from packgraph.bench.compiled import CompiledStack, no_silent_eager
 from packgraph.bench.contest import Check, Contest, Sample, groups
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
 from packgraph.bench.pipeline import PipelineOptions, measure_pipeline
@@ -80,7 +83,7 @@ def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
     row = contest.row("other", "ms", 1e-2)
     assert row["figures"] == {} and row["reason"] == "OutOfMemoryError: tried to allocate 20 GiB"
     row = contest.row("odd", "ms", 1e-2)
-    assert row["agrees"] is False and row["loss_difference"] == 1e30
+    assert row["agrees"] is False and row["loss_difference"] == 1e30 and row["loss"] is None
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -102,16 +105,18 @@ def test_parts_have_the_fresh_values_of_the_whole() -> None:
             assert torch.equal(value, whole[name]), name
 
 
-def test_a_compiled_stack_computes_what_its_model_does() -> None:
-    model = FreshModel(shape("tiny", 2), device=CPU)
+def test_compiled_layers_share_one_graph_and_compute_what_the_model_does() -> None:
+    model, counter = FreshModel(shape("tiny", 10), device=CPU), CompileCounter()
     (batch,) = draw_batches(Capacity(32, 4), 1, 300, mean=10, sigma=0.5, seed=0)
     results = []
-    for module in (model, CompiledStack(model, backend="eager")):
+    for module in (model, CompiledStack(model, backend=counter)):
         model.zero_grad()
-        loss = module(batch)
+        with no_silent_eager():
+            loss = module(batch)
         loss.backward()
         results.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
     torch.compiler.reset()
+    assert counter.frame_count == 1, "compiled again for another layer"
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -194,22 +199,24 @@ def measured(mesh: Any, chosen: PipelineOptions, broken: str | None = None) -> l
             raise RuntimeError("no room")
         warm_alone(self, batch)
 
-    with mock.patch.object(PipelineWay, "warm_alone", break_down):
+    with mock.patch.object(PipelineWay, "warm_alone", break_down), \
+            mock.patch.object(pipeline_way, "CompiledStack", partial(CompiledStack, backend="eager")):
         measure_pipeline(chosen, CPU, make_links(mesh), Company(), rows, Deadline(None))
     return rows.all
 
 
 @pytest.mark.dist
 def test_bench_pipeline_on_two_ranks() -> None:
-    one, two = run_ranks(measured, 2, options(), layout=Layout(pp=2))
-    assert [row["way"] for row in one] == ["eager", "layer", "chunk", "step"]
+    ways = ("eager", "compile", "layer", "chunk", "step")
+    one, two = run_ranks(measured, 2, options(ways=ways), layout=Layout(pp=2))
+    assert tuple(row["way"] for row in one) == ways
     for mine, other in zip(one, two, strict=True):
         json.dumps(mine)
         assert mine == other, "all ranks know the same"
         assert mine["reason"] is None and mine["loss_difference"] == 0.0 and mine["agrees"]
         assert mine["figures"]["step_ms"]["n"] == 2 and 0 < mine["bubble_share"] < 1
-        assert (mine["pool_bytes"] is None) == (mine["way"] == "eager")
-    assert one[2]["slots"] == [[2], [1]] and len(one[2]["pool_bytes"]) == 2 and len(one[2]["stage_ms"]) == 2
+        assert (mine["pool_bytes"] is None) == (mine["way"] in ("eager", "compile"))
+    assert one[3]["slots"] == [[2], [1]] and len(one[3]["pool_bytes"]) == 2 and len(one[3]["stage_ms"]) == 2
 
 
 @pytest.mark.dist

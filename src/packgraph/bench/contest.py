@@ -3,6 +3,7 @@
 A way that fails drops out with its reason; the others go on. The first way asked for is what the others are compared
 with, so it takes part in every group.
 """
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -80,7 +81,8 @@ class Contest:
         mine, first = self.checks.get(name), self.checks.get(self.names[0])
         if mine is None:
             return {"loss": None, "loss_difference": None, "gradient_difference": None, "agrees": None}
-        row: Row = {"loss": mine.loss, "loss_difference": None, "gradient_difference": None, "agrees": None}
+        known = mine.loss if math.isfinite(mine.loss) else None  # JSON has no other numbers
+        row: Row = {"loss": known, "loss_difference": None, "gradient_difference": None, "agrees": None}
         if first is not None:
             loss = _relative(mine.loss, first.loss)
             gradient = _relative(mine.gradient_norm, first.gradient_norm)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packgraph.bench.compiled import CompiledStack
+from packgraph.bench.compiled import CompiledStack, no_silent_eager
 from packgraph.bench.models import FreshModel
 from packgraph.bench.timing import Stopwatch, synchronize
 from packgraph.graphs.claim import Claim
@@ -36,8 +36,8 @@ class PipelineWay:
         config, parameter = modules[0].config, next(modules[0].parameters())
         self.device, self.dtype, self.width = parameter.device, parameter.dtype, config.hidden_size
         if name == "step" and len(modules) > 1 and self.device.type == "cpu":
-            raise ValueError("whole steps of several chunks per rank need CUDA: the CPU's recorder waits for all transfers "
-                             "under way at once, where chunks that take turns need them one by one")
+            raise ValueError("whole steps of several chunks per rank need CUDA: the CPU's recorder waits for all "
+                             "transfers under way at once, where chunks that take turns need them one by one")
         self.stages = [chunk * links.size + links.rank for chunk in range(len(modules))]
         self.last_stage = len(modules) * links.size - 1
         inner = [CompiledStack(module) for module in modules] if name == "compile" else modules
@@ -50,7 +50,8 @@ class PipelineWay:
     def warm_alone(self, batch: PackedBatch) -> None:
         """Run each chunk once without communication: compiles kernels and finds what fails on this rank alone."""
         if self.name in WITHOUT_GRAPHS:
-            self.chunk_times(batch)
+            with no_silent_eager():
+                self.chunk_times(batch)
 
     def build(self, sample: PackedBatch) -> str | None:
         """Capture the chunks' graphs; why that failed on this rank, or somewhere. Collective."""

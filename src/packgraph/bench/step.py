@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from packgraph.bench.compiled import no_silent_eager
 from packgraph.bench.contest import Check, Contest, Sample, agreement, groups
 from packgraph.bench.models import (
     FreshModel,
@@ -116,7 +117,8 @@ class _StepBench:
 
         def first_calls() -> float:
             ways[name] = make_way(name, self.model, self.capacity)
-            return time_block(self.device, lambda: [ways[name].run(batch) for batch in self._some()])[1]
+            with no_silent_eager():
+                return time_block(self.device, lambda: [ways[name].run(batch) for batch in self._some()])[1]
 
         milliseconds = contest.attempt(name, first_calls)
         if milliseconds is None:
