@@ -11,6 +11,7 @@ from packgraph.models.dense import DenseConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
+from packgraph.packing.report import PackReport
 from packgraph.train.data import DataError
 from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.progress import ProgressView
@@ -27,6 +28,7 @@ class RandomPacks:
 
     def __init__(self, end: int = 10**9, bad: int = -1) -> None:
         self.position, self.end, self.bad = 0, end, bad
+        self.report, self.empty_documents, self.unlabelled_documents = PackReport(), 0, 0
 
     def __iter__(self) -> Iterator[PackedBatch]:
         return self

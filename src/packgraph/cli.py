@@ -172,6 +172,7 @@ def _train(words: list[str]) -> int:
         raise ConfigError(["--steps: did you mean --run.steps?"])
     from packgraph.parallel.processes import Launch
     from packgraph.train.launch import train
+    from packgraph.train.left_out import left_out_line
 
     folder, summary = train(config)
     if Launch.read().rank != 0:
@@ -181,6 +182,9 @@ def _train(words: list[str]) -> int:
         print(f"loss {summary['loss_first']:.4f} → {summary['loss_last']:.4f}, {summary['tokens_per_second']:,.0f} "
               f"tokens/s, padding {summary['padding_fraction']:.1%}, {summary['replayed']} replays, fallbacks "
               f"{summary['fallbacks'] or 'none'}", file=sys.stderr)
+    line = left_out_line(summary.get("documents", {}))
+    if line:
+        print(line, file=sys.stderr)
     return 0
 
 

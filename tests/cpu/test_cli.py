@@ -106,6 +106,22 @@ def test_a_run_from_start_to_resume(capsys: pytest.CaptureFixture[str], tmp_path
     assert (tmp_path / "runs" / "again" / "summary.json").exists()
 
 
+def test_documents_that_were_left_out_are_said_and_counted(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    with (tmp_path / "data.jsonl").open("a") as stream:
+        stream.write('{"text": "' + "x" * 100 + '"}\n{"text": ""}\n{"messages": [{"role": "user", "content": "?"}]}\n')
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--data.epochs", "1", "--run.steps", "50"]
+    for overlong, said, line in (("drop", "was dropped (data.overlong = drop)", r"1 dropped \(102 tokens\)"),
+                                 ("split", "was split into pieces", "1 split")):
+        assert cli.main([*words, "--data.overlong", overlong, "--run.name", overlong]) == 0
+        text = capsys.readouterr().err
+        assert text.count(f"data: a document longer than every capacity {said}") == 1
+        assert re.search(rf"documents: 4[0-9] packed, {line}, 1 empty, 1 without a token to predict", text)
+        counts = json.loads((tmp_path / "runs" / overlong / "summary.json").read_text())["documents"]
+        assert (counts["dropped"], counts["split"]) == ((1, 0) if overlong == "drop" else (0, 1))
+        assert counts["empty"] == counts["unlabelled"] == 1
+
+
 def test_a_config_file_of_a_run_resumes_that_run(tmp_path: Path, data: list[str]) -> None:
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3"]
     assert cli.main(words) == 0 and cli.main(words) == 0

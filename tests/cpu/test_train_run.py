@@ -11,6 +11,7 @@ from trainkit import CPU, RandomPacks, StopAfter, state_of, tiny, trainer
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.train.checkpoint import latest_checkpoint, load_state
+from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.data import DataError
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
@@ -42,9 +43,15 @@ def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, gra
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     assert figures(tmp_path / "stopped") == figures(tmp_path / "straight")
     states = [load_state(latest_checkpoint(tmp_path / name / CHECKPOINTS)) for name in ("straight", "stopped")]  # type: ignore[arg-type]
+    graphs = [state.pop("graphs") for _, state in states]
     assert states[0] == states[1]
     if graph:
         assert summary["replayed"] > 0
+        # Counts are those of both processes; the second one warms up and captures again.
+        first, rows = stopped.executor.totals(), read_metrics(tmp_path / "stopped" / METRICS)
+        assert summary["captured"] == graphs[1]["captured"] == first["captured"] + resumed.executor.totals()["captured"]
+        assert summary["fallbacks"]["warm-up"] > first["fallbacks"]["warm-up"] == rows[2]["fallbacks"]
+        assert rows[-1]["replayed"] == summary["replayed"] > first["replayed"]
 
 
 def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
@@ -59,6 +66,34 @@ def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
     assert summary["loss_last"] < summary["loss_first"]
     assert sorted(path.name for path in (folder / CHECKPOINTS).glob("step-*")) == ["step-00000006", "step-00000008"]
     assert len({row["microbatches"] for row in read_metrics(folder / METRICS)}) > 1
+
+
+def test_going_on_with_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    config = tiny(graph=True)
+    summary = trainer(tmp_path / "run", config).run(StopRequest())
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    again = trainer(tmp_path / "run", config)
+    again.resume()
+    assert again.run(StopRequest()) == summary
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert "nothing to do: all 6 steps are done" in (tmp_path / "log").read_text()
+    (tmp_path / "run" / "summary.json").write_text("{")
+    again = trainer(tmp_path / "run", config)
+    again.resume()
+    written = again.run(StopRequest())
+    assert {key: written[key] for key in summary if key != "pool_bytes"} == {
+        key: value for key, value in summary.items() if key != "pool_bytes"}
+
+
+@pytest.mark.parametrize("key", ["data", "random_device", "graphs"])
+def test_a_state_that_lacks_something_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    trainer(tmp_path / "run", tiny()).run(StopRequest())
+    path = tmp_path / "run" / CHECKPOINTS / "step-00000006" / "state.json"
+    content = json.loads(path.read_text())
+    del content["state"][key]
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"state\.json: damaged: it has no {key}"):
+        trainer(tmp_path / "run", tiny()).resume()
 
 
 def test_graphs_train_as_eager_does(tmp_path: Path) -> None:

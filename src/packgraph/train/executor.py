@@ -4,6 +4,8 @@ The first optimizer steps are real and eager. Then one sample microbatch per dec
 graphs are captured at once, largest first, so that memory is the maximum over capacities and no step of training
 pays for capture.
 """
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,20 +62,22 @@ class Executor:
         return True
 
     def counts(self) -> Counts:
-        """Totals since the start of this process."""
+        """Microbatches since the start of this process."""
+        totals = self.totals()
+        return Counts(totals["replayed"], sum(totals["fallbacks"].values()))
+
+    def totals(self) -> dict[str, Any]:
+        """Counts since the start of this process: captured, replayed, fallbacks {reason: count}, capture_seconds."""
         if self._graphed is None:
-            return Counts(0, 0)
+            return {"captured": 0, "replayed": 0, "fallbacks": {}, "capture_seconds": 0.0}
         stats = self._graphed.stats
-        return Counts(stats.replayed, sum(stats.fallbacks.values()))
+        return {"captured": stats.captured, "replayed": stats.replayed, "fallbacks": dict(stats.fallbacks),
+                "capture_seconds": stats.capture_seconds}
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says about graphs; counts are those of this process."""
-        if self._graphed is None:
-            return {"backend": "eager", "captured": 0, "replayed": 0, "fallbacks": {}, "capture_seconds": 0.0}
-        stats = self._graphed.stats
-        return {"backend": self.backend, "captured": stats.captured, "replayed": stats.replayed,
-                "fallbacks": dict(stats.fallbacks), "capture_seconds": stats.capture_seconds,
-                "pool_bytes": stats.pool_bytes}
+        """What summary.json says about graphs; counts and bytes are those of this process."""
+        pool = {} if self._graphed is None else {"pool_bytes": self._graphed.stats.pool_bytes}
+        return {"backend": self.backend, **self.totals(), **pool}
 
     @property
     def backend(self) -> str:
@@ -84,6 +88,14 @@ class Executor:
         """Free all graphs and their memory."""
         if self._graphed is not None:
             self._graphed.close()
+
+
+def add_counts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The sums of two `Executor.totals`; an empty `before` counts as nothing."""
+    if not before:
+        return dict(now)
+    summed = {name: before[name] + now[name] for name in ("captured", "replayed", "capture_seconds")}
+    return {**summed, "fallbacks": dict(Counter(before["fallbacks"]) + Counter(now["fallbacks"]))}
 
 
 def sample_batch(capacity: Capacity) -> PackedBatch:

@@ -79,6 +79,15 @@ def check_same_run(folder: Path, config: TrainConfig) -> None:
         raise ConfigError([*problems, f"a resumed run must be the same; take its values by --config {path}"])
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty when there is no whole one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write JSON so that the file is always whole: a temporary file, then an atomic rename."""
     partial = path.with_suffix(".tmp")

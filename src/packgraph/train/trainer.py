@@ -23,17 +23,18 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import on_first
 from packgraph.parallel.tensor import dropout_seed, parallelize
 from packgraph.plan.learning_rate import learning_rate_at
-from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors, save_checkpoint
+from packgraph.train.checkpoint import STATE, latest_checkpoint, load_state, load_tensors, save_checkpoint
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import to_dict
 from packgraph.train.data import DataError, Microbatches
-from packgraph.train.executor import Executor
+from packgraph.train.executor import Executor, add_counts
+from packgraph.train.left_out import LeftOut
 from packgraph.train.metrics import LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
-from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, write_json
+from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.signals import StopRequest
 from packgraph.train.step import accumulate, count_loss_tokens, own_share, take_step
 
@@ -50,7 +51,8 @@ class NonFiniteLossError(RuntimeError):
 class StepRecord:
     """Host facts of a launched step, kept until its device numbers arrive. Times in seconds.
 
-    microbatches, tokens and places are those of all replicas; replayed and fallbacks those of this process.
+    microbatches, tokens and places are those of all replicas; replayed and fallbacks those of this rank since the
+    start of the run.
     """
 
     step: int
@@ -88,6 +90,8 @@ class Trainer:
         self._position: dict[str, Any] = {}
         self._packs_since = 0
         self._others_stopped = False
+        self._left_out = LeftOut(microbatches, view)
+        self._graphs_before: dict[str, Any] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
@@ -109,6 +113,7 @@ class Trainer:
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
             self.view.note("saved at another layout: dropout goes on with new random numbers")
         self.microbatches.load_state_dict(state["data"])
+        self._graphs_before = state["graphs"]
         self.step = self._resumed_at = step
         self.view.note(f"resumed from {path}")
 
@@ -118,6 +123,9 @@ class Trainer:
         if path is None:
             raise CheckpointError(f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from")
         step, state = load_state(path)
+        missing = [name for name in ("data", "random_device", "graphs") if name not in state]
+        if missing:
+            raise CheckpointError(f"{path / STATE}: damaged: it has no {', '.join(missing)}")
         if state["random_device"] != self.device.type:
             raise CheckpointError(f"{path}: written on {state['random_device']}, this is {self.device.type}; a run "
                                   "goes on bitwise only on the same kind of device (run.device)")
@@ -132,6 +140,9 @@ class Trainer:
 
         Raises NonFiniteLossError, CheckpointError, and what the data raise on bad input.
         """
+        if self._resumed_at >= self.config.run.steps and (summary := self._finished_summary()) is not None:
+            self.view.note(f"nothing to do: all {self.config.run.steps} steps are done; raise run.steps to go on")
+            return summary
         log = self._open_log()
         if not log.has_board:
             self.view.note("TensorBoard events are left out: tensorboard is not installed (pip install tensorboard)")
@@ -182,6 +193,7 @@ class Trainer:
         batches = take_step(self.microbatches, self.config.run.tokens_per_step)
         if not batches:
             return False
+        self._left_out.watch()
         captured = self.executor.before_step(self.step - self._resumed_at)
         self.optimizer.zero_grad()
         share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
@@ -190,12 +202,12 @@ class Trainer:
         learning_rate = self._learning_rate()
         norm = self.optimizer.step(learning_rate)
         started, self._last_end = self._last_end, time.perf_counter()
-        counts = self.executor.counts()
+        graphs = self._graphs()
         self.step += 1
         record = StepRecord(
             step=self.step, learning_rate=learning_rate, microbatches=len(batches),
             tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
-            replayed=counts.replayed, fallbacks=counts.fallbacks, seconds=self._last_end - started,
+            replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
             starting=captured or self.step == self._resumed_at + 1)
         self._packs_since += len(batches)
         self._fetch.push(record, self._numbers(loss, norm, stop))
@@ -246,7 +258,7 @@ class Trainer:
         tensors = self.tensors() | {f"{stream}.{name}": value for name, value in random_states(self.device).items()}
         self._mark_position()
         state = {"data": self._position, "random_device": self.device.type,
-                 "random_streams": all_streams(self.mesh, sequence=self._splits_rows)}
+                 "random_streams": all_streams(self.mesh, sequence=self._splits_rows), "graphs": self._graphs()}
         save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
                         self.mesh)
 
@@ -267,7 +279,17 @@ class Trainer:
                 + "Lower optimizer.learning_rate or optimizer.clip_norm, or look at the data of this step")
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
-        return {"ended": ended, "device": str(self.device)} | summarize(log.rows) | self.executor.summary()
+        return ({"ended": ended, "device": str(self.device)} | summarize(log.rows)
+                | {"documents": self._left_out.counts()} | self.executor.summary() | self._graphs())
+
+    def _graphs(self) -> dict[str, Any]:
+        """What graphs did since the start of the run, in all processes that went on with it one after another."""
+        return add_counts(self._graphs_before, self.executor.totals())
+
+    def _finished_summary(self) -> dict[str, Any] | None:
+        """The summary in the folder if it is that of the step this run has reached, else None."""
+        summary = read_json(self.folder / SUMMARY)
+        return summary if summary.get("steps") == self.step else None
 
 
 def build_model(config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> DenseModel:
