@@ -39,7 +39,8 @@ COLUMNS: list[Column] = [
     ("tokens", value("tokens")), ("way", value("way")), ("ms / step", median("step_ms")),
     ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)), ("ratio", value("ratio", ".2f")),
     ("rounds", value("rounds")), ("bubble", value("bubble_share", ".1%")), ("idle", value("idle_share", ".1%")),
-    ("slots", value("slots")), ("prepare s", value("prepare_seconds", ".1f")),
+    ("slots", lambda row: " ".join(str(sum(counts)) for counts in row["slots"] or ()) or "-"),
+    ("prepare s", value("prepare_seconds", ".1f")),
     ("most pool GiB", gibibytes("pool_bytes")), ("most peak GiB", gibibytes("peak_bytes")), ("loss", agreement),
     ("note", lambda row: row["reason"] or "")]
 
