@@ -114,7 +114,7 @@ def assert_equal(eager, graphs):
         assert not wrong, f"rank {rank} differs at {wrong[:5]}"
 
 
-@pytest.mark.parametrize(("ranks", "chunks", "ways"), [(2, 1, ("layer", "chunk", "step")), (2, 2, ("layer", "chunk"))],
+@pytest.mark.parametrize(("ranks", "chunks", "ways"), [(2, 1, ("layer", "chunk", "step")), (2, 2, ("layer", "chunk", "step"))],
                          ids=["PP2", "PP2xVPP2"])
 def test_replayed_pipelines_equal_eager_ones_bitwise(ranks, chunks, ways):
     eager = run("eager", ranks, chunks)

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,6 +31,7 @@ from packgraph.graphs.guard import (
     HostReadGuard,
     Journal,
     refuse_unsafe,
+    shapes_only,
     written_tensors,
 )
 from packgraph.graphs.recorder_pool import POISON, Block, RecorderPool
@@ -46,12 +48,15 @@ class _Operand(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """One recorded operation. kinds: per output `new` (copy into its block), `work` (collective) or empty."""
+    """One recorded operation.
+
+    kinds: per output `new` (copy into its block), `work` (a transfer, its number stands in outputs) or empty.
+    """
 
     function: Any
     operands: list[Any]
     spec: Any
-    outputs: list[_Operand | None]
+    outputs: list[Any]
     kinds: list[str]
     grad_mode: bool = False
 
@@ -66,9 +71,11 @@ class _Recording(TorchDispatchMode):
         self.window, self.nodes = window, nodes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, window = kwargs or {}, self.window
+        if shapes_only(types):
+            return func(*args, **kwargs)
         if any(t not in PLAIN_TENSORS for t in types):
             return NotImplemented
-        kwargs, window = kwargs or {}, self.window
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise CaptureError(f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT)
         refuse_unsafe(func, args, kwargs, None)
@@ -80,13 +87,15 @@ class _Recording(TorchDispatchMode):
         inputs = {t.untyped_storage()._cdata for t in flat if isinstance(t, torch.Tensor)}
         operands = [window.operand(t) if isinstance(t, torch.Tensor) else t for t in flat]
         result = func(*args, **kwargs)
-        outputs: list[_Operand | None] = []
+        outputs: list[Any] = []
         kinds = []
         for out in tree_flatten(result)[0]:
             kinds.append(self._kind(func, out, inputs))
             if kinds[-1] == "new":
                 window.own(out)
             outputs.append(window.operand(out) if kinds[-1] == "new" else None)
+            if kinds[-1] == "work":
+                outputs[-1] = window.transfer(dist.Work.unbox(out))
         if mutates or "new" in kinds or "work" in kinds:
             self.nodes.append(_Node(func, operands, spec, outputs, kinds, torch.is_grad_enabled()))
         window.clock += 1
@@ -142,7 +151,7 @@ class RecorderGraph:
             self._replay(self.program)
 
     def _replay(self, program: list[Any]) -> None:
-        pending: list[Any] = []
+        pending: dict[int, Any] = {}
         for function, args, kwargs, outputs, kinds, grad_mode in program:
             if args is None:
                 _host_step(function, pending)
@@ -159,8 +168,8 @@ class RecorderGraph:
                         value = torch.ops._c10d_functional.wait_tensor(value)
                     target.copy_(value)
                 elif kind == "work":
-                    pending.append(dist.Work.unbox(value))
-        for work in pending:
+                    pending[target] = dist.Work.unbox(value)
+        for work in pending.values():
             work.wait()
 
     def reset(self) -> None:
@@ -168,17 +177,22 @@ class RecorderGraph:
         self.program, self.nodes = None, []
 
 
-def _host_step(function: Any, pending: list[Any]) -> None:
-    """A recorded effect on the host: waiting for collectives, or moving RNG state."""
-    if function is not _wait:
-        function()
-        return
-    while pending:
-        pending.pop(0).wait()
+@dataclass(frozen=True)
+class _Wait:
+    """The place in a program where the user waited for transfer `number`, or, when that is not known, for all."""
+
+    number: int | None
 
 
-def _wait() -> None:
-    """Marks the place in a program where the user waited for a collective."""
+def _host_step(step: Any, pending: dict[int, Any]) -> None:
+    """A recorded effect on the host: waiting for a transfer, or moving RNG state."""
+    if not isinstance(step, _Wait):
+        step()
+    elif step.number is None:
+        while pending:
+            pending.pop(min(pending)).wait()
+    elif step.number in pending:
+        pending.pop(step.number).wait()
 
 
 class RecorderWindow:
@@ -191,6 +205,7 @@ class RecorderWindow:
         self.block_of: dict[int, int] = {}
         self._external: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._graphs: list[RecorderGraph] = []
+        self._transfers: list[Any] = []
         self._places: list[tuple[torch.Tensor, int] | torch.UntypedStorage | None] | None = None
 
     def own(self, tensor: torch.Tensor) -> None:
@@ -206,6 +221,15 @@ class RecorderWindow:
 
         self.blocks.append(Block(storage.nbytes(), self.clock, weakref.ref(storage, died)))
         self.block_of[cdata] = number
+
+    def transfer(self, work: Any) -> int:
+        """A number for a collective under way; its wait is recorded under the same number."""
+        self._transfers.append(work)
+        return len(self._transfers) - 1
+
+    def number_of(self, work: Any) -> int | None:
+        """The number of a transfer that was started in this window."""
+        return next((number for number, known in enumerate(self._transfers) if known is work), None)
 
     def operand(self, tensor: torch.Tensor) -> Any:
         """The symbolic name of `tensor`, or a strong reference when it comes from outside."""
@@ -242,7 +266,7 @@ class RecorderWindow:
     def capture(self, run: Callable[[], Result]) -> tuple[RecorderGraph, Result]:
         """Run and record `run`. Raises CaptureError at the user's line for what a graph cannot hold."""
         nodes: list[_Node] = []
-        with _patched_host(nodes), HostReadGuard(None), _Recording(self, nodes):
+        with _patched_host(self, nodes), HostReadGuard(None), _Recording(self, nodes):
             result = run()
         graph = RecorderGraph(nodes)
         self._graphs.append(graph)
@@ -261,11 +285,11 @@ class RecorderWindow:
         self._places = places
         for graph in self._graphs:
             graph.bind(self)
-        self._graphs, self._external = [], {}
+        self._graphs, self._external, self._transfers = [], {}, []
 
 
 @contextlib.contextmanager
-def _patched_host(nodes: list[_Node]) -> Iterator[None]:
+def _patched_host(window: RecorderWindow, nodes: list[_Node]) -> Iterator[None]:
     """Record host effects that bypass the dispatcher: RNG state moves, waits; refuse storage resizing."""
     generator, wait = torch.default_generator, dist.Work.wait if dist.is_available() else None
 
@@ -279,7 +303,7 @@ def _patched_host(nodes: list[_Node]) -> Iterator[None]:
         generator.set_state(state)
 
     def recorded_wait(work: Any, *timeout: Any) -> Any:
-        nodes.append(_Node(_wait, [], None, [], []))
+        nodes.append(_Node(_Wait(window.number_of(work)), [], None, [], []))
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             return wait(work, *timeout)  # type: ignore[misc]
 
