@@ -105,11 +105,12 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     from packgraph.train.checkpoint_reader import CheckpointError
     from packgraph.train.config import ConfigError
     from packgraph.train.data import DataError
+    from packgraph.train.run_files import RunFileError
     from packgraph.train.trainer import NonFiniteLossError
 
     try:
         return int(command(words))
-    except (ConfigError, DataError, CheckpointError, CaptureError) as error:
+    except (ConfigError, DataError, CheckpointError, CaptureError, RunFileError) as error:
         print(f"packgraph: error: {error}", file=sys.stderr)
         return USER_ERROR
     except NonFiniteLossError as error:
@@ -119,7 +120,7 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
 
 def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     """The configuration that `words` describe (None where help is asked for or there is no preset), and own options."""
-    from packgraph.train.command_line import split_overrides
+    from packgraph.train.command_line import dotted, split_overrides
     from packgraph.train.config import ConfigError, Layer, load_file, read_config
     from packgraph.train.presets import PRESETS, preset
     from packgraph.train.run_folder import run_of
@@ -153,6 +154,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     if config.run.resume and own.config is not None:
         # The run that goes on is the one the file lies in, wherever that folder is now.
         config = read_config(base, [*layers, Layer(str(own.config), run_of(own.config)), options, flags])
+    own.asked = dotted(options.values)
     return dataclasses.replace(config, preset=name), own
 
 
@@ -174,7 +176,7 @@ def _train(words: list[str]) -> int:
     from packgraph.train.launch import train
     from packgraph.train.left_out import left_out_line
 
-    folder, summary = train(config)
+    folder, summary = train(config, own.asked)
     if Launch.read().rank != 0:
         return 0
     print(f"{summary['ended']}: {summary['steps']} steps, summary in {folder / 'summary.json'}", file=sys.stderr)

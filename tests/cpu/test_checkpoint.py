@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -143,6 +144,21 @@ while True:
     tensors = {f"model.{i}": torch.full((200, 200), float(step)) for i in range(20)}
     save_checkpoint(Path(sys.argv[1]), step, tensors, {"seed": step}, 2)
 """
+
+
+def test_what_torchs_own_writer_says_becomes_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0\nframe #0: ...")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path, 2)
+    assert re.search(r"step-00000002: could not be written: .*full disk.*MiB are free.*unexpected pos 64 vs 0; earlier "
+                     r"checkpoints are untouched", str(caught.value))
+    assert "frame" not in str(caught.value)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [LATEST, "step-00000001"]
 
 
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

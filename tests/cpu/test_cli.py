@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -180,6 +181,66 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     assert f"{part}: damaged" in capsys.readouterr().err
 
 
+def test_an_older_checkpoint_is_named_when_the_newest_is_damaged(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "5",
+             "--run.checkpoint-every", "2"]
+    assert cli.main(words) == 0
+    checkpoints = tmp_path / "runs" / "mine" / "checkpoints"
+    for name in ("step-00000005", "step-00000004"):
+        (checkpoints / name / ".metadata").write_bytes(b"")
+    assert cli.main([*words, "--resume"]) == 2
+    text = capsys.readouterr().err
+    assert f"step-00000002 is whole: to go on from it, write its name into the file `latest`: echo step-00000002 > " \
+           f"{checkpoints / 'latest'}" in text
+    (checkpoints / "latest").write_text("step-00000002\n")
+    assert cli.main([*words, "--resume"]) == 0
+
+
+def test_a_damaged_line_of_metrics_is_refused_by_name(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "3"]
+    assert cli.main(words) == 0
+    capsys.readouterr()
+    (tmp_path / "runs" / "mine" / "metrics.jsonl").write_text("[1]\n")
+    assert cli.main([*words[:-1], "4", "--resume"]) == 2
+    assert "metrics.jsonl:1: not a row of a run" in capsys.readouterr().err
+
+
+def test_what_cannot_be_captured_ends_a_strict_run_in_one_block(
+        capsys: pytest.CaptureFixture[str], data: list[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "6", "--model.attention-backend", "naive"]
+    assert cli.main([*words, "--graph.strict"]) == 2
+    text = capsys.readouterr().err
+    assert "packgraph: error: " in text and "to do: " in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize(("size", "what"), [
+    (20_000, r"step-0000000\d: could not be written: File too large"), (4000, "could not be written"),
+    (500, r"config\.json: could not be written: File too large")])
+def test_a_full_disk_is_one_block_and_leaves_no_part_of_a_checkpoint(
+        tmp_path: Path, data: list[str], size: int, what: str) -> None:
+    def limit() -> None:  # no file of the process may grow beyond `size` bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    process = command("train", "qwen3-tiny", *SMALL, *data, "--run.steps", "60", "--run.checkpoint-every", "5",
+                      preexec_fn=limit, stdout=subprocess.PIPE)
+    text = process.communicate(timeout=100)[1]
+    assert process.returncode == 2 and "Traceback" not in text
+    assert re.search(f"packgraph: error: .*{what}", text)
+    assert not list((tmp_path / "runs" / "qwen3-tiny").glob("checkpoints/*"))
+
+
+def test_a_late_error_of_the_data_leaves_the_name_free(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    with (tmp_path / "data.jsonl").open("a") as stream:
+        stream.write('{"text": "' + "x" * 100 + '"}\n')
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "4", "--data.overlong"]
+    assert cli.main([*words, "error"]) == 2
+    assert "data.jsonl:41 has 102 tokens" in capsys.readouterr().err
+    assert cli.main([*words, "drop"]) == 0
+
+
 def test_more_documents_than_the_cap_run_eagerly(tmp_path: Path, data: list[str]) -> None:
     assert cli.main(["train", "qwen3-tiny", *SMALL, *data, "--graph.max-documents", "1", "--run.steps", "6"]) == 0
     summary = json.loads((tmp_path / "runs" / "qwen3-tiny" / "summary.json").read_text())
@@ -192,7 +253,7 @@ def test_a_loss_that_is_no_number_ends_with_one(
              "--graph.enabled", "false"]
     assert cli.main(words) == 1
     text = capsys.readouterr().err
-    assert "training failed: step" in text and "optimizer.learning_rate" in text and "Traceback" not in text
+    assert "training failed: step" in text and "--optimizer.learning-rate" in text and "Traceback" not in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

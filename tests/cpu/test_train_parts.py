@@ -18,7 +18,16 @@ from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig, disagreements
 from packgraph.train.presets import PRESETS, preset
-from packgraph.train.run_folder import CONFIG, check_same_run, choose_folder, write_json
+from packgraph.train.run_files import RunFileError
+from packgraph.train.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    check_same_run,
+    choose_folder,
+    claimed,
+    is_running,
+    write_json,
+)
 from packgraph.train.signals import stop_on_signals
 
 CPU = torch.device("cpu")
@@ -109,6 +118,13 @@ def test_late_fetch_gives_the_numbers_in_order() -> None:
     assert fetch.pop() == ("a", [1.0, 2.0]) and fetch.pop() == ("b", [9.0, 9.0])
 
 
+@pytest.mark.parametrize("line", ["[1]", "3", "{}", '{"step": "1", "loss": 2}'])
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / METRICS).write_text(json.dumps(row(1)) + "\n" + line + "\n")
+    with pytest.raises(RunFileError, match=r"metrics\.jsonl:2: not a row of a run"):
+        MetricsLog(tmp_path, last_step=1)
+
+
 def row(step: int, **changes: float) -> dict[str, float]:
     figures = {"step": step, "loss": 10.0 - step, "tokens": 80, "places": 100, "seconds": 0.5, "starting": step == 1}
     return figures | changes
@@ -147,7 +163,7 @@ def test_derived_names_are_made_unique_and_resume_takes_the_last(tmp_path: Path)
         choose_folder(config_at(tmp_path / "runs", resume=True))
     for name in ("qwen3-tiny", "qwen3-tiny-2", "qwen3-tiny-3"):
         assert choose_folder(config) == tmp_path / "runs" / name
-        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / CHECKPOINTS / "step-00000001").mkdir(parents=True)
     assert choose_folder(config_at(tmp_path / "runs", resume=True)) == tmp_path / "runs" / "qwen3-tiny-3"
 
 
@@ -155,7 +171,7 @@ def test_a_given_name_is_never_overwritten(tmp_path: Path) -> None:
     assert choose_folder(config_at(tmp_path, name="mine")) == tmp_path / "mine"
     with pytest.raises(ConfigError, match=r"--resume: there is no run .*mine"):
         choose_folder(config_at(tmp_path, name="mine", resume=True))
-    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / CHECKPOINTS / "step-00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"exists already; choose another --run\.name, or go on with it by --resume"):
         choose_folder(config_at(tmp_path, name="mine"))
     assert choose_folder(config_at(tmp_path, name="mine", resume=True)) == tmp_path / "mine"
@@ -168,9 +184,82 @@ def test_a_resumed_run_must_be_the_same(tmp_path: Path) -> None:
     other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=0.5))
     with pytest.raises(ConfigError, match=r"optimizer\.eps: the run has 1e-08, now it is 0\.5"):
         check_same_run(tmp_path, other)
-    (tmp_path / CONFIG).write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
-        check_same_run(tmp_path, config)
+    for content, problem in (("{", "not valid JSON"), ("[]", "the top level must be"), (None, "cannot be read"),
+                             ('{"zzz": 1}', "zzz: unknown key")):
+        (tmp_path / CONFIG).unlink()
+        if content is not None:
+            (tmp_path / CONFIG).write_text(content)
+        with pytest.raises(ConfigError, match=rf"config\.json: {problem}"):
+            check_same_run(tmp_path, config)
+        (tmp_path / CONFIG).touch()
+
+
+def changed(config: TrainConfig, **optimizer: object) -> TrainConfig:
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **optimizer))
+
+
+def test_the_learning_rate_changes_on_the_way_only_when_asked(tmp_path: Path) -> None:
+    config = config_at(tmp_path, name="mine")
+    write_json(tmp_path / CONFIG, to_dict(config))
+    lower = changed(config, learning_rate=1e-5)
+    with pytest.raises(ConfigError, match=r"learning_rate: the run has 0\.003.*say --optimizer\.learning-rate 1e-05"):
+        check_same_run(tmp_path, lower)
+    (note,) = check_same_run(tmp_path, lower, {"optimizer.learning_rate"})
+    assert "optimizer.learning_rate changes from 0.003 to 1e-05" in note
+    with pytest.raises(ConfigError, match=r"optimizer\.eps"):
+        check_same_run(tmp_path, changed(config, eps=0.1), {"optimizer.eps"})
+
+
+def test_more_steps_change_the_decay_unless_its_end_is_said(tmp_path: Path) -> None:
+    config = config_at(tmp_path, name="mine", steps=100)
+    write_json(tmp_path / CONFIG, to_dict(config))
+    longer = config_at(tmp_path, name="mine", steps=200)
+    assert check_same_run(tmp_path, config) == []
+    (note,) = check_same_run(tmp_path, longer)
+    assert "now falls until step 200 instead of 100; --optimizer.decay-steps 100 keeps it" in note
+    assert check_same_run(tmp_path, changed(longer, decay_steps=100), {"optimizer.decay_steps"}) == []
+    (note,) = check_same_run(tmp_path, changed(longer, decay_steps=150), {"optimizer.decay_steps"})
+    assert "optimizer.decay_steps changes from 100 to 150" in note
+    with pytest.raises(ConfigError, match=r"decay_steps: the run has 100, now it is 150"):
+        check_same_run(tmp_path, changed(longer, decay_steps=150))
+    write_json(tmp_path / CONFIG, to_dict(changed(config, decay_steps=100)))
+    assert check_same_run(tmp_path, changed(longer, decay_steps=100)) == []
+
+
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_a_run_without_a_checkpoint_leaves_its_name_free_unless_it_is_running(
+        tmp_path: Path, name: str | None) -> None:
+    config = config_at(tmp_path, name=name)
+    folder = choose_folder(config)
+    with claimed(folder):
+        (folder / METRICS).write_text("")
+        assert is_running(folder)
+        with pytest.raises(ConfigError, match="being written by another process"), claimed(folder):
+            pass
+        with pytest.raises(ConfigError, match="being written by another process"):
+            choose_folder(config_at(tmp_path, name=name, resume=True))
+        if name is not None:
+            with pytest.raises(ConfigError, match="being written by another process"):
+                choose_folder(config)
+        else:
+            assert choose_folder(config) == tmp_path / "qwen3-tiny-2"
+    assert not is_running(folder)
+    assert choose_folder(config) == folder
+    (folder / "notes.txt").write_text("the user's own")
+    if name is not None:
+        with pytest.raises(ConfigError, match="exists already"):
+            choose_folder(config)
+    else:
+        assert choose_folder(config) == tmp_path / "qwen3-tiny-2"
+
+
+def test_folders_that_cannot_be_made_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.folder = .*file: this is a file"):
+        choose_folder(config_at(tmp_path / "file"))
+    for parent in (tmp_path / "file" / "runs", Path("/proc/runs")):
+        with pytest.raises(RunFileError, match="runs/mine: could not be written: "), claimed(parent / "mine"):
+            pass
 
 
 def test_signals_are_noted_and_handlers_come_back() -> None:
@@ -203,8 +292,14 @@ def test_sections_refuse_what_is_wrong_in_them_all_at_once() -> None:
 
 def test_disagreements_between_sections_come_all_at_once() -> None:
     config = config_at(Path("runs"), steps=2)
-    config = dataclasses.replace(config, graph=dataclasses.replace(config.graph, backend="cuda", warmup=2))
-    assert len(disagreements(config, "cpu", vocabulary=10**9)) == 3
+    config = dataclasses.replace(
+        config, graph=dataclasses.replace(config.graph, backend="cuda", warmup=2, scope=("atn", "moe")),
+        model=dataclasses.replace(config.model, attention_backend="varlen"))
+    problems = "\n".join(disagreements(config, "cpu", vocabulary=10**9))
+    assert problems.count("\n") == 5
+    assert "graph.scope: unknown stage 'atn' in scope: did you mean 'attn'?" in problems
+    assert "graph.scope: scope names 'moe', but the model has only the stages attn, embed, head, mlp" in problems
+    assert "model.attention_backend = varlen needs a CUDA device" in problems
     assert disagreements(preset("qwen3-tiny"), "cpu", vocabulary=2) == []
 
 

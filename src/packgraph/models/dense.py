@@ -1,12 +1,15 @@
 """The dense decoder of the Qwen3 family: a stack of dense layers."""
+from collections.abc import Sequence
+
 import torch
 
 from packgraph.models.config import DenseConfig
 from packgraph.models.layers.decoder import DenseLayer
 from packgraph.models.stack import DecoderStack
 from packgraph.plan.chunks import split_layers
+from packgraph.plan.stages import Stage
 
-__all__ = ["DenseConfig", "DenseModel"]
+__all__ = ["DenseConfig", "DenseModel", "named_stages"]
 
 
 class DenseModel(DecoderStack):
@@ -34,3 +37,9 @@ class DenseModel(DecoderStack):
             super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
         self.to(dtype).to_empty(device=target)
         self.reset_parameters(seed)
+
+
+def named_stages(config: DenseConfig) -> Sequence[Stage]:
+    """Every stage name that a decoder of `config` has, without its weights: those of a decoder of one layer."""
+    with torch.device("meta"):
+        return DecoderStack(config, {0: DenseLayer(config, 0)}).stages()

@@ -50,6 +50,9 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], stat
         _write_tensors(writing, tensors)
         on_first(mesh, lambda: _finish_writing(folder, writing, step, state, keep), OSError)
     except OSError as error:
+        if mesh.rank == 0:
+            # What fails here as well (a disk that is gone) is removed by the next save.
+            shutil.rmtree(writing, ignore_errors=True)
         raise CheckpointError(
             f"{folder / name}: could not be written: {error.strerror or error}; earlier checkpoints are untouched. "
             "Free some space or choose another run.folder, then go on with --resume") from error
@@ -87,6 +90,19 @@ def latest_checkpoint(folder: Path) -> Path | None:
         if named.name.startswith("step-") and named.is_dir():
             return named
     return max(folder.glob("step-*"), default=None, key=lambda path: path.name)
+
+
+def older_whole_checkpoint(path: Path) -> Path | None:
+    """The newest checkpoint beside the damaged one at `path` whose files are all as they were written."""
+    for other in sorted(path.parent.glob("step-*"), key=lambda found: found.stat().st_mtime_ns, reverse=True):
+        if other == path:
+            continue
+        try:
+            load_state(other)
+        except CheckpointError:
+            continue
+        return other
+    return None
 
 
 def load_state(path: Path) -> tuple[int, dict[str, Any]]:
@@ -141,7 +157,19 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             distributed_checkpoint.save(dict(tensors), storage_writer=PlainWriter(folder, sync_files=True))
     except CheckpointException as error:
         failure = _first_failure(error)
-        raise failure if isinstance(failure, OSError) else CheckpointError(f"{folder}: {failure}") from error
+        raise failure if isinstance(failure, OSError) else OSError(_short_of_space(folder, failure)) from error
+    except RuntimeError as error:
+        raise OSError(_short_of_space(folder, error)) from error
+
+
+def _short_of_space(folder: Path, failure: BaseException) -> str:
+    """Why torch could not write: its own writer says where its bytes ended, not that the disk is full."""
+    said = (str(failure).splitlines() or [type(failure).__name__])[0]
+    try:
+        free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"
+    except OSError:
+        free = "the file system cannot be asked"
+    return f"torch could not write all bytes, as on a full disk or beyond a quota ({free}): {said}"
 
 
 def _first_failure(error: CheckpointException) -> BaseException:

@@ -7,7 +7,7 @@ with the nearest known option; no value is ever mistaken for a preset's name.
 """
 import dataclasses
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from packgraph.train.config import Layer, known_paths
@@ -110,6 +110,12 @@ def _put(values: dict[str, Any], path: str, value: str) -> None:
             inner = values[section] = {}
         values = inner
     values[last] = value
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
+    """The dotted paths of all leaves of a layer's values."""
+    return frozenset(path for key, value in values.items() for path in (
+        dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else (prefix + key,)))
 
 
 def options_help(base: Any) -> str:

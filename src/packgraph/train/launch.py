@@ -1,5 +1,12 @@
-"""From a configuration to a finished run. Everything that can be wrong with it is found before a folder is created."""
+"""From a configuration to a finished run.
+
+Before a folder is created the configuration is checked as a whole and the data are opened, which finds what is missing
+or malformed. A document that turns out to be unusable only when it is tokenized (too long, say) ends the run later;
+finished steps are then in a checkpoint, and a run without one leaves its name free.
+"""
+import contextlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +18,7 @@ from packgraph.train.config import ConfigError
 from packgraph.train.data import Microbatches, build_tokenizer, open_documents, open_microbatches
 from packgraph.train.options import TrainConfig, disagreements
 from packgraph.train.progress import ProgressView
-from packgraph.train.run_folder import check_same_run, choose_folder
+from packgraph.train.run_folder import check_same_run, choose_folder, claimed
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import Trainer
 
@@ -59,26 +66,29 @@ def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Micr
     return open_microbatches(config.data, documents, tokenizer, config.graph.packing_capacities())
 
 
-def train(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
+def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[str, Any]]:
     """Run or resume `config` in the processes that torchrun has started, or in this one alone.
 
+    asked: dotted names of the values that were given as options; see `check_same_run`.
     Returns the run's folder and its summary; only rank 0 writes and shows anything. Raises ConfigError, DataError,
-    CheckpointError and NonFiniteLossError; all of them say what to do.
+    CheckpointError, RunFileError and NonFiniteLossError; all of them say what to do.
     """
     launch = Launch.read()
     device = choose_device(config.run.device, launch)
     if config.run.deterministic:
         use_deterministic_kernels(device)
     folder = choose_folder(config)
-    if config.run.resume:
-        check_same_run(folder, config)
+    notes = check_same_run(folder, config, asked) if config.run.resume else []
     microbatches = open_data(config, device, launch.world)
     # The folder was chosen before the processes meet, so all have looked before one of them creates it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
     with processes(config.parallel.layout(), device, launch) as mesh, \
+            claimed(folder) if launch.rank == 0 else contextlib.nullcontext(), \
             ProgressView(config.run.steps, config.run.log_every, console) as view, stop_on_signals() as stop:
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
+        for note in notes:
+            view.note(f"attention: {note}")
         trainer = Trainer(config, folder, microbatches, device, view, mesh)
         try:
             if config.run.resume:

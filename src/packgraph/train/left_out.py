@@ -1,4 +1,4 @@
-"""Documents that were cut or left out, so that nothing is lost in silence: said once when it first happens, and counted.
+"""Documents that were cut or left out: said once when it first happens, and counted, so that none is lost in silence.
 
 Counts are those of the stream since the start of the run; a document that comes again in the next epoch counts again.
 """

@@ -14,7 +14,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from packgraph.train.run_files import RunFileError, writing
+
 METRICS = "metrics.jsonl"
+# What a row must have for a run to go on after it.
+NEEDED = {"step": (int,), "loss": (float, int), "tokens": (int,), "places": (int,), "seconds": (float, int),
+          "starting": (bool,)}
 
 
 class LateFetch:
@@ -52,13 +57,15 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
         """Open for appending after `last_step`; lines of later steps and a half-written last line are cut."""
-        self._path = folder / METRICS
+        self._path, self._board_path = folder / METRICS, folder / "tensorboard"
         self.rows = [row for row in read_metrics(self._path) if row["step"] <= last_step]
-        cut = self._path.with_suffix(".tmp")
-        cut.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-        os.replace(cut, self._path)
-        self._stream: IO[str] = self._path.open("a", encoding="utf-8")
-        self._board = _open_board(folder, last_step)
+        with writing(self._path):
+            cut = self._path.with_suffix(".tmp")
+            cut.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+            os.replace(cut, self._path)
+            self._stream: IO[str] = self._path.open("a", encoding="utf-8")
+        with writing(self._board_path):
+            self._board = _open_board(self._board_path, last_step)
 
     @property
     def has_board(self) -> bool:
@@ -68,18 +75,21 @@ class MetricsLog:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append the row of one step (JSON-able; `step` is its number)."""
         self.rows.append(dict(row))
-        self._stream.write(json.dumps(row) + "\n")
-        self._stream.flush()
-        if self._board is not None:
-            for name, value in row.items():
+        with writing(self._path):
+            self._stream.write(json.dumps(row) + "\n")
+            self._stream.flush()
+        with writing(self._board_path):
+            for name, value in row.items() if self._board is not None else ():
                 if name != "step":
                     self._board.add_scalar(f"train/{name}", value, row["step"])
 
     def close(self) -> None:
         """Flush and close both files."""
-        self._stream.close()
-        if self._board is not None:
-            self._board.close()
+        with writing(self._path):
+            self._stream.close()
+        with writing(self._board_path):
+            if self._board is not None:
+                self._board.close()
 
 
 class RowsOnly:
@@ -99,26 +109,32 @@ class RowsOnly:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; stops at a half-written one, which a killed run may leave at the end."""
+    """All whole lines of a metrics file; stops at a half-written one, which a killed run may leave at the end.
+
+    Raises RunFileError naming the line that is no row of a run.
+    """
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             break
+        if not isinstance(row, dict) or any(type(row.get(key)) not in kinds for key, kinds in NEEDED.items()):
+            raise RunFileError(f"{path}:{number}: not a row of a run (it needs {', '.join(NEEDED)}); remove the line, "
+                               "or move the file away to go on without the figures so far")
         rows.append(row)
     return rows
 
 
-def _open_board(folder: Path, last_step: int) -> Any:
+def _open_board(path: Path, last_step: int) -> Any:
     """A TensorBoard writer, or None where tensorboard is not installed (the trainer says so once)."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
+    return SummaryWriter(str(path), purge_step=last_step + 1)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from packgraph.models.dense import DenseConfig
+from packgraph.models.dense import DenseConfig, named_stages
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import tensor_problems
+from packgraph.plan.regions import scope_errors
 from packgraph.train.data.config import DataConfig
 
 DEFAULT_DOCUMENTS_CAP = 50
@@ -211,6 +212,10 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
         f"graph.warmup = {config.graph.warmup} leaves no step to replay in run.steps = {config.run.steps}; "
         "lower it, or set graph.enabled = false": config.graph.enabled and config.graph.warmup >= config.run.steps,
     }
+    scope = scope_errors(named_stages(config.model), config.graph.scope, config.graph.granularity)
+    problems |= {f"graph.scope: {problem}": config.graph.enabled for problem in scope}
+    problems["model.attention_backend = varlen needs a CUDA device and run.dtype = bfloat16; use auto, or sdpa"] = (
+        config.model.attention_backend == "varlen" and (device_type, config.run.dtype) != ("cuda", "bfloat16"))
     if vocabulary is not None:
         size = config.model.vocab_size
         problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (

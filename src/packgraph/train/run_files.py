@@ -18,5 +18,6 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunFileError(f"{path}: could not be written: {error.strerror or error}. Make room there or choose another "
-                           "--run.folder; a run that has a checkpoint goes on by --resume") from error
+        raise RunFileError(
+            f"{path}: could not be written: {error.strerror or error}. Make room there or choose another --run.folder; "
+            "a run that has a checkpoint goes on by --resume") from error

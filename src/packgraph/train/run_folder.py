@@ -3,22 +3,30 @@
     runs/NAME/  config.json  metrics.jsonl  tensorboard/  checkpoints/  summary.json
 
 A name given by the user that exists already is refused without `--resume`. A name derived from the preset is made
-unique: qwen3-tiny, qwen3-tiny-2, qwen3-tiny-3 …; `--resume` without a name takes the last of them. Nothing is
-created before the configuration and the data were found good.
+unique: qwen3-tiny, qwen3-tiny-2, qwen3-tiny-3 …; `--resume` without a name takes the last of them. A run that ended
+before its first checkpoint has nothing to lose: its name is free again. A run that is being written is claimed by a
+lock that its process holds, so two processes never write the same one.
 """
+import errno
+import fcntl
 import json
 import os
 import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from packgraph.train.config import ConfigError, differences, to_dict
+from packgraph.train.config import ConfigError, differences, load_file, read_config, to_dict
 from packgraph.train.metrics import METRICS
 from packgraph.train.options import TrainConfig
+from packgraph.train.run_files import writing
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 SUMMARY = "summary.json"
+CLAIM = ".claim"  # locked by the process that writes the run
+FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard")
 
 # What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
 # Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
@@ -27,24 +35,90 @@ FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_
                   "graph.strict", "graph.scope", "graph.granularity", "data.path", "parallel.dp", "parallel.tp",
                   "parallel.pp", "parallel.sequence")
 
+DECAY = "optimizer.decay_steps"
+# What may be changed on the way by saying so: a loss that is no number asks for it.
+CHANGED_WHEN_ASKED = ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.min_learning_rate_fraction", DECAY)
+
 
 def choose_folder(config: TrainConfig) -> Path:
     """The folder this run is to be written to; creates nothing. Raises ConfigError if it is taken or missing."""
     parent, name = Path(config.run.folder), config.run.name
+    if parent.exists() and not parent.is_dir():
+        raise ConfigError([f"run.folder = {parent}: this is a file; name the folder that is to hold all runs"])
+    if config.run.resume:
+        folder = _folder_to_resume(parent, name, config.preset)
+        if is_running(folder):
+            raise ConfigError([f"--resume: {folder} is being written by another process; stop that one first"])
+        return folder
     if name is not None:
         folder = parent / name
-        if config.run.resume and not folder.is_dir():
-            raise ConfigError([f"--resume: there is no run {folder}"])
-        if not config.run.resume and folder.exists():
-            raise ConfigError([f"{folder} exists already; choose another --run.name, or go on with it by --resume"])
+        if is_running(folder):
+            raise ConfigError([f"{folder} is being written by another process; choose another --run.name"])
+        if folder.exists() and not _was_given_up(folder):
+            way = ", or go on with it by --resume" if has_checkpoint(folder) else " or remove that folder"
+            raise ConfigError([f"{folder} exists already; choose another --run.name{way}"])
         return folder
     taken = _numbered(parent, config.preset)
-    if config.run.resume:
-        if not taken:
-            raise ConfigError([f"--resume: there is no run of preset {config.preset} in {parent}"])
-        return taken[max(taken)]
-    number = max(taken, default=0) + 1
+    number = max(taken, default=0)
+    if not number or not _was_given_up(taken[number]):
+        number += 1
     return parent / (config.preset if number == 1 else f"{config.preset}-{number}")
+
+
+def _folder_to_resume(parent: Path, name: str | None, preset: str) -> Path:
+    if name is not None:
+        if not (parent / name).is_dir():
+            raise ConfigError([f"--resume: there is no run {parent / name}"])
+        return parent / name
+    taken = _numbered(parent, preset)
+    if not taken:
+        raise ConfigError([f"--resume: there is no run of preset {preset} in {parent}"])
+    return taken[max(taken)]
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is anything in the run's folder to go on from."""
+    return any((folder / CHECKPOINTS).glob("step-*"))
+
+
+def _was_given_up(folder: Path) -> bool:
+    """Whether a folder holds nothing but the files of a run that ended before its first checkpoint."""
+    if not folder.is_dir() or is_running(folder) or has_checkpoint(folder):
+        return False
+    return all(path.name in FILES or path.suffix == ".tmp" for path in folder.iterdir())
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process holds `folder` by `claimed`."""
+    try:
+        with (folder / CLAIM).open("rb") as stream:
+            # Shared: several processes of one launch may ask at the same time.
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no such file, or a file system without locks
+        return False
+    return False
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Within the block no other process writes the run in `folder`, which is made when missing; ends with the process.
+
+    Raises RunFileError when it cannot be made, ConfigError when another process was quicker.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = (folder / CLAIM).open("ab")
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError([f"{folder} is being written by another process; choose another --run.name"]) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+        yield
 
 
 def run_of(config: Path) -> dict[str, Any]:
@@ -65,18 +139,35 @@ def _numbered(parent: Path, preset: str) -> dict[int, Path]:
     return found
 
 
-def check_same_run(folder: Path, config: TrainConfig) -> None:
-    """Raise ConfigError listing all values that must not change when the run in `folder` goes on."""
+def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = ()) -> list[str]:
+    """Raise ConfigError listing all values that must not change when the run in `folder` goes on.
+
+    asked: dotted names of the values given as options; some may change when asked for so. Returns a line for each value
+    that makes the rest of the run another one than it would have been.
+    """
     path = folder / CONFIG
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"{path}: cannot be read, so this run cannot go on: {error}"]) from error
-    changed = differences(stored, json.loads(json.dumps(to_dict(config))))
-    problems = [f"{key}: the run has {before!r}, now it is {after!r}"
-                for key, (before, after) in changed.items() if key not in FREE_ON_RESUME]
+    # What the file does not say (it may be older than an option) is as it is now.
+    stored = read_config(config, [load_file(path)])
+    changed = differences(to_dict(stored), to_dict(config))
+    # The step at which the decay of the learning rate ends counts, not how it was said.
+    before, after = (run.optimizer.decay_steps or run.run.steps for run in (stored, config))
+    changed.pop(DECAY, None)
+    if before != after:
+        changed[DECAY] = (before, after)
+    free = {*FREE_ON_RESUME, *(name for name in CHANGED_WHEN_ASKED if name in asked)}
+    if config.optimizer.decay_steps is None and stored.optimizer.decay_steps is None:
+        free.add(DECAY)
+    problems = [f"{key}: the run has {old!r}, now it is {new!r}"
+                + (f"; to change it from here on, say --{key.replace('_', '-')} {new}" if key in CHANGED_WHEN_ASKED
+                   else "") for key, (old, new) in changed.items() if key not in free]
     if problems:
         raise ConfigError([*problems, f"a resumed run must be the same; take its values by --config {path}"])
+    notes = [f"{key} changes from {changed[key][0]} to {changed[key][1]}: from here on this is another run"
+             for key in CHANGED_WHEN_ASKED if key in changed and key in asked]
+    if DECAY in changed and DECAY not in asked:
+        notes.append(f"run.steps changes and optimizer.decay_steps is none, so the learning rate now falls until step "
+                     f"{after} instead of {before}; --optimizer.decay-steps {before} keeps it as it was")
+    return notes
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -89,7 +180,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON so that the file is always whole: a temporary file, then an atomic rename."""
+    """Write JSON so that the file is always whole: a temporary file, then an atomic rename. Raises RunFileError."""
     partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with writing(path):
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)

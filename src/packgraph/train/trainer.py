@@ -23,7 +23,15 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import on_first
 from packgraph.parallel.tensor import dropout_seed, parallelize
 from packgraph.plan.learning_rate import learning_rate_at
-from packgraph.train.checkpoint import STATE, latest_checkpoint, load_state, load_tensors, save_checkpoint
+from packgraph.train.checkpoint import (
+    LATEST,
+    STATE,
+    latest_checkpoint,
+    load_state,
+    load_tensors,
+    older_whole_checkpoint,
+    save_checkpoint,
+)
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import to_dict
 from packgraph.train.data import DataError, Microbatches
@@ -34,6 +42,7 @@ from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
+from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.signals import StopRequest
 from packgraph.train.step import accumulate, count_loss_tokens, own_share, take_step
@@ -122,7 +131,14 @@ class Trainer:
         path = latest_checkpoint(self.folder / CHECKPOINTS)
         if path is None:
             raise CheckpointError(f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from")
-        step, state = load_state(path)
+        try:
+            step, state = load_state(path)
+        except CheckpointError as error:
+            older = older_whole_checkpoint(path)
+            if older is None:
+                raise
+            raise CheckpointError(f"{error}. {older} is whole: to go on from it, write its name into the file "
+                                  f"`latest`: echo {older.name} > {path.parent / LATEST}") from error
         missing = [name for name in ("data", "random_device", "graphs") if name not in state]
         if missing:
             raise CheckpointError(f"{path / STATE}: damaged: it has no {', '.join(missing)}")
@@ -179,7 +195,10 @@ class Trainer:
         """Create the folder and the files of the run, on rank 0."""
         if self.mesh.rank != 0:
             return RowsOnly()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self._resumed_at:
+                (self.folder / SUMMARY).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
         # `--resume` is a wish of this call; a copy of the file starts a run of its own.
         write_json(self.folder / CONFIG, to_dict(replace(self.config, run=replace(self.config.run, resume=False))))
         return MetricsLog(self.folder, last_step=self.step)
@@ -275,8 +294,10 @@ class Trainer:
     def _not_finite(self, step: int, what: str) -> str:
         kept = latest_checkpoint(self.folder / CHECKPOINTS)
         return (f"step {step}: {what}. Training stopped; "
-                + (f"the last good checkpoint is {kept}. " if kept else "there is no checkpoint yet. ")
-                + "Lower optimizer.learning_rate or optimizer.clip_norm, or look at the data of this step")
+                + (f"the last good checkpoint is {kept}. Go on from it with a lower learning rate: --resume "
+                   if kept else "there is no checkpoint yet. Start again with a lower learning rate: ")
+                + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} (or a lower "
+                "--optimizer.clip-norm), or look at the data of this step")
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         return ({"ended": ended, "device": str(self.device)} | summarize(log.rows)
