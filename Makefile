@@ -68,8 +68,10 @@ check-python:
 		"; name another one: make setup BASE_PYTHON=python3.12")'
 	$(BASE_PYTHON) -m venv .venv
 	$(PYTHON) -m pip install -q -r requirements/run.txt
-	$(PYTHON) -c 'import torch' 2>/dev/null || $(PYTHON) -m pip install -r requirements/torch.txt
+	@$(PYTHON) -c 'import torch' 2>/dev/null || { echo "Installing torch into .venv; this may take minutes"; \
+		$(PYTHON) -m pip install -q -r requirements/torch.txt; }
 	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
+	@echo "The command is .venv/bin/packgraph (or packgraph after: source .venv/bin/activate)"
 	@touch $@
 
 .venv/.ready-dev: .venv/.ready-run requirements/dev.txt
