@@ -7,7 +7,7 @@ from model_batches import hand_batch, random_documents
 from safetensors.torch import load_file, save_file
 
 from packgraph.models.dense import DenseConfig, DenseModel
-from packgraph.models.hf import CheckpointError, load_pretrained, save_pretrained
+from packgraph.models.hf import WeightsError, load_pretrained, save_pretrained
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,7 +132,7 @@ def test_a_tied_checkpoint_may_store_the_head_twice_but_not_differently(tmp_path
     load_pretrained(tmp_path)
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: lm_head\.weight differs"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors: lm_head\.weight differs"):
         load_pretrained(tmp_path)
 
 
@@ -150,16 +150,16 @@ def edit_config(folder, **values) -> None:
 def test_tensors_that_do_not_fit_are_named_with_their_file(tmp_path):
     save_pretrained(DenseModel(SMALL), tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update(extra=torch.zeros(1)))
-    with pytest.raises(CheckpointError, match=r"extra in model\.safetensors.*no place"):
+    with pytest.raises(WeightsError, match=r"extra in model\.safetensors.*no place"):
         load_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda tensors: [tensors.pop("extra"), tensors.pop("model.norm.weight")])
-    with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
+    with pytest.raises(WeightsError, match=r"lacks model\.norm\.weight"):
         load_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.norm\.weight has shape \[3\].*\[24\]"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors: model\.norm\.weight has shape \[3\].*\[24\]"):
         load_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(24, dtype=torch.int8)}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is torch\.int8"):
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight is torch\.int8"):
         load_pretrained(tmp_path)
 
 
@@ -179,7 +179,7 @@ def test_tensors_that_do_not_fit_are_named_with_their_file(tmp_path):
 def test_configs_of_other_models_are_refused_with_all_reasons(values, message, tmp_path):
     save_pretrained(DenseModel(SMALL), tmp_path)
     edit_config(tmp_path, **values)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(WeightsError, match=message) as caught:
         load_pretrained(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
 
@@ -191,16 +191,16 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
     whole = (tmp_path / "model.safetensors").read_bytes()
     for damaged in (whole[:-10], b"", b"not safetensors at all"):
         (tmp_path / "model.safetensors").write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        with pytest.raises(WeightsError, match=r"model\.safetensors is damaged"):
             load_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         load_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin is a pickle"):
         load_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(WeightsError, match=r"config\.json is not valid JSON"):
         load_pretrained(tmp_path)
 
 
@@ -214,7 +214,7 @@ def test_an_index_may_only_name_files_of_its_folder(weight_map, message, tmp_pat
     save_pretrained(DenseModel(SMALL), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(WeightsError, match=message):
         load_pretrained(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_a_shard_without_a_promised_tensor_is_named(tmp_path):
     tensors = load_file(shard)
     name = next(iter(tensors))
     save_file({key: value for key, value in tensors.items() if key != name}, shard)
-    with pytest.raises(CheckpointError, match=rf"{shard.name} lacks {name}"):
+    with pytest.raises(WeightsError, match=rf"{shard.name} lacks {name}"):
         load_pretrained(tmp_path)
 
 

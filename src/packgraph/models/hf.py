@@ -31,8 +31,8 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_NAMED = 5  # tensors named in one error message
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that is damaged, of another architecture, or does not fit its config."""
+class WeightsError(ValueError):
+    """Weights that are damaged, of another architecture, or do not fit their config."""
 
 
 def load_pretrained(
@@ -41,7 +41,7 @@ def load_pretrained(
     """Load a Qwen3ForCausalLM checkpoint folder.
 
     dtype: of the parameters; None takes the one named in config.json, else float32. Returns the model in training
-    mode and its config. Raises FileNotFoundError when config.json or the weights are missing, CheckpointError when
+    mode and its config. Raises FileNotFoundError when config.json or the weights are missing, WeightsError when
     the folder holds something else than a whole Qwen3 checkpoint.
     """
     folder = Path(path)
@@ -50,7 +50,7 @@ def load_pretrained(
         config = config_from_json(description)
         dtype = stored_dtype(description) if dtype is None else dtype
     except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+        raise WeightsError(f"{folder / CONFIG}: {error}") from error
     model = DenseModel(config, device=device, dtype=dtype)
     _fill(model, _tensor_files(folder), folder)
     return model, config
@@ -85,15 +85,15 @@ def save_pretrained(model: DenseModel, path: str | Path, *, max_shard_bytes: int
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Raises FileNotFoundError or CheckpointError naming it."""
+    """The JSON object in `file`. Raises FileNotFoundError or WeightsError naming it."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist; a checkpoint folder holds {CONFIG} and {WEIGHTS}.")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+        raise WeightsError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds a {type(content).__name__} where a JSON object belongs.")
+        raise WeightsError(f"{file} holds a {type(content).__name__} where a JSON object belongs.")
     return content
 
 
@@ -106,7 +106,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return _indexed_files(folder)
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickled:
-        raise CheckpointError(f"{folder / pickled[0]} is a pickle, which can run code when loaded, and is refused. "
+        raise WeightsError(f"{folder / pickled[0]} is a pickle, which can run code when loaded, and is refused. "
                               f"Convert the checkpoint to {WEIGHTS} first.")
     raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
 
@@ -115,13 +115,13 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index} has no weight_map.")
+        raise WeightsError(f"{index} has no weight_map.")
     files: dict[str, Path] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index} puts {name} into {file!r}, no safetensors file of this folder.")
+            raise WeightsError(f"{index} puts {name} into {file!r}, no safetensors file of this folder.")
         if not (folder / file).is_file():
-            raise CheckpointError(f"{index} puts {name} into {file}, which does not exist.")
+            raise WeightsError(f"{index} puts {name} into {file}, which does not exist.")
         files[name] = folder / file
     return files
 
@@ -131,31 +131,31 @@ def _fill(model: DenseModel, files: Mapping[str, Path], folder: Path) -> None:
     targets = {_stored_name(name): tensor for name, tensor in model.state_dict().items()}
     missing = [name for name in targets if name not in files]
     if missing:
-        raise CheckpointError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
+        raise WeightsError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
     if model.config.tie_embeddings and HEAD in files:  # some checkpoints store the tied matrix twice
         targets = {**targets, HEAD: torch.empty_like(targets[EMBEDDING])}
     unexpected = [f"{name} in {file.name}" for name, file in files.items() if name not in targets]
     if unexpected:
-        raise CheckpointError(f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for.")
+        raise WeightsError(f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for.")
     for file in sorted(set(files.values())):
         names = [name for name, where in files.items() if where == file]
         with _open(file) as stored:
             absent = sorted(set(names) - set(stored.keys()))
             if absent:
-                raise CheckpointError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
+                raise WeightsError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
             for name in names:
                 _copy(stored.get_tensor(name), targets[name], name, file)
     if model.config.tie_embeddings and HEAD in files and not torch.equal(targets[HEAD], targets[EMBEDDING]):
-        raise CheckpointError(f"{files[HEAD]}: {HEAD} differs from {EMBEDDING}, but {CONFIG} ties the two. "
+        raise WeightsError(f"{files[HEAD]}: {HEAD} differs from {EMBEDDING}, but {CONFIG} ties the two. "
                               "Set tie_word_embeddings to false there, or drop the tensor.")
 
 
 def _copy(stored: Tensor, target: Tensor, name: str, file: Path) -> None:
     if stored.shape != target.shape:
-        raise CheckpointError(f"{file}: {name} has shape {list(stored.shape)}, {CONFIG} asks for "
+        raise WeightsError(f"{file}: {name} has shape {list(stored.shape)}, {CONFIG} asks for "
                               f"{list(target.shape)}.")
     if not stored.is_floating_point():
-        raise CheckpointError(f"{file}: {name} is {stored.dtype}; only floating-point weights are supported.")
+        raise WeightsError(f"{file}: {name} is {stored.dtype}; only floating-point weights are supported.")
     target.copy_(stored)
 
 
@@ -165,7 +165,7 @@ def _open(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt", device="cpu") as stored:
             yield stored
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is damaged or no safetensors file: {error}") from error
+        raise WeightsError(f"{file} is damaged or no safetensors file: {error}") from error
 
 
 def _stored_name(name: str) -> str:
