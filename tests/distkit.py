@@ -1,17 +1,22 @@
 """Tests over several processes: start them, wait, and end all of them when one fails.
 
-Processes are forked on the CPU (fast: nothing is imported again) and joined by gloo through a file store. Whatever a
-rank returns comes back as bytes; a rank that raises ends the others, and its traceback becomes the test's error.
+Processes are forked (fast: nothing is imported again) and joined by gloo through a file store. Where there is CUDA they
+are started afresh and do not see it: a driver that the parent has touched fails in a forked child. Whatever a rank
+returns comes back as bytes; a rank that raises ends the others, and its traceback becomes the test's error.
 """
 import datetime
+import importlib.util
+import inspect
 import io
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,18 +34,22 @@ def run_ranks(function: Any, world: int, *arguments: Any, layout: Layout | None 
               ) -> list[Any]:
     """`function(mesh, *arguments)` on `world` gloo processes; what they return, by rank. Raises RankFailed.
 
-    Returned tensors must be plain tensors. seconds: all ranks are ended when they take longer.
+    function: at the top of its file. Returned tensors must be plain tensors. seconds: all ranks are ended when they
+    take longer.
     """
-    context = multiprocessing.get_context("fork")
+    afresh = torch.cuda.is_available()
+    context: Any = multiprocessing.get_context("spawn" if afresh else "fork")
+    work = (inspect.getfile(function), function.__name__) if afresh else function
     with tempfile.TemporaryDirectory() as folder:
         links: dict[Any, int] = {}
         workers = []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             store = str(Path(folder) / "store")
-            worker = context.Process(target=_work, args=(theirs, function, arguments, rank, world, store, layout),
+            worker = context.Process(target=_work, args=(theirs, work, arguments, rank, world, store, layout),
                                      daemon=True)
-            worker.start()
+            with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""} if afresh else {}):
+                worker.start()
             theirs.close()
             links[ours] = rank
             workers.append(worker)
@@ -85,6 +94,8 @@ def _work(link: Connection, function: Any, arguments: tuple[Any, ...], rank: int
           layout: Layout | None) -> None:
     try:
         torch.set_num_threads(1)
+        if isinstance(function, tuple):
+            function = _load(*function)
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
                                 timeout=datetime.timedelta(seconds=30))
         mesh: Mesh = make_mesh(layout or Layout(), CPU)
@@ -96,3 +107,12 @@ def _work(link: Connection, function: Any, arguments: tuple[Any, ...], rank: int
     except BaseException:
         link.send((False, traceback.format_exc()))
         raise
+
+
+def _load(file: str, name: str) -> Any:
+    """A function of a test file, which is no importable module."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
