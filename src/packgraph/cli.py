@@ -1,4 +1,4 @@
-"""The command `packgraph`: train, verify, plan, bench, presets.
+"""The command `packgraph`: train, verify, plan, bench, export, presets.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails (the loss is no
 number, a verification differs) ends with 1. A traceback is shown for our bugs only.
@@ -54,7 +54,8 @@ slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no d
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "verify": _verify, "plan": _plan, "bench": _bench, "presets": _presets}
+    commands = {"train": _train, "verify": _verify, "plan": _plan, "bench": _bench, "export": _export,
+                "presets": _presets}
     try:
         if not words or words[0] not in commands:
             code = _top_level(words, list(commands))
@@ -80,6 +81,7 @@ def _top_level(words: list[str], commands: list[str]) -> int:
                "  verify [PRESET]  check that graph and eager training agree bit by bit\n"
                "  plan             draw a pipeline schedule and count its slots\n"
                "  bench NAME       time eager, compiled and graph runs side by side\n"
+               "  export RUN DIR   write the newest checkpoint of a run as Hugging Face weights\n"
                "  presets          list the presets\n\n"
                "`packgraph COMMAND --help` explains a command.")
     parser.add_argument("--version", action="version", version=f"packgraph {_version()}")
@@ -102,6 +104,7 @@ def _version() -> str:
 def _with_clear_errors(command: Any, words: list[str]) -> int:
     """Run a command; turn what a user can cause into one block of text and an exit code."""
     from packgraph.graphs.errors import CaptureError
+    from packgraph.models.hf import WeightsError
     from packgraph.train.checkpoint_reader import CheckpointError
     from packgraph.train.config import ConfigError
     from packgraph.train.data import DataError
@@ -110,7 +113,7 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
 
     try:
         return int(command(words))
-    except (ConfigError, DataError, CheckpointError, CaptureError, RunFileError) as error:
+    except (ConfigError, DataError, CheckpointError, CaptureError, RunFileError, WeightsError) as error:
         print(f"packgraph: error: {error}", file=sys.stderr)
         return USER_ERROR
     except NonFiniteLossError as error:
@@ -124,6 +127,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     from packgraph.train.config import ConfigError, Layer, load_file, read_config
     from packgraph.train.presets import PRESETS, preset
     from packgraph.train.run_folder import run_of
+    from packgraph.train.weights import shape_layer
 
     parser = argparse.ArgumentParser(prog="packgraph", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("preset", nargs="?")
@@ -151,6 +155,10 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     base = preset(name)
     flags = Layer("--resume", {"run": {"resume": True}} if own.resume else {})
     config = read_config(base, [*layers, options, flags])
+    init_from = config.run.init_from
+    if init_from is not None and not (config.run.resume and not Path(init_from).expanduser().exists()):
+        layers.insert(0, shape_layer(init_from))
+        config = read_config(base, [*layers, options, flags])
     if config.run.resume and own.config is not None:
         # The run that goes on is the one the file lies in, wherever that folder is now.
         config = read_config(base, [*layers, Layer(str(own.config), run_of(own.config)), options, flags])
@@ -301,6 +309,22 @@ def _bench(words: list[str]) -> int:
     from packgraph.bench.command import bench
 
     return bench(words)
+
+
+def _export(words: list[str]) -> int:
+    from packgraph.train.weights import export
+
+    parser = argparse.ArgumentParser(
+        prog="packgraph export", allow_abbrev=False, description="Write the weights of the newest checkpoint of a run "
+        "as a Hugging Face checkpoint (config.json and safetensors), with the tokenizer.json it was trained with.")
+    parser.add_argument("run", type=Path, help="folder of the run, such as runs/NAME")
+    parser.add_argument("folder", type=Path, help="new folder for the weights")
+    try:
+        asked = parser.parse_args(words)
+    except SystemExit as end:
+        return int(end.code or 0)
+    print(f"{export(asked.run, asked.folder)} written to {asked.folder}", file=sys.stderr)
+    return 0
 
 
 def _presets(words: list[str]) -> int:

@@ -125,11 +125,12 @@ def load_state(path: Path) -> tuple[int, dict[str, Any]]:
     return step, state
 
 
-def load_tensors(path: Path, tensors: Mapping[str, Tensor], optional: str | None = None) -> None:
+def load_tensors(path: Path, tensors: Mapping[str, Tensor],
+                 optional: str | tuple[str, ...] | None = None) -> None:
     """Copy a checkpoint into `tensors` in place; names, shapes and dtypes must agree exactly.
 
-    optional: stored names that start so may be left out (other ranks, or ranks of another layout, had them). All
-    processes of a run call it, whatever layout the checkpoint was saved at. Raises CheckpointError listing all that
+    optional: stored names that start so (or with one of these) may be left out (other ranks, or ranks of another layout,
+    had them). All processes of a run call it, whatever layout the checkpoint was saved at. Raises CheckpointError listing all that
     does not fit, before anything was changed.
     """
     stored = tensor_entries(path / ".metadata")

@@ -154,6 +154,7 @@ class RunConfig:
     keep_checkpoints: newest checkpoints that are kept.
     resume: go on from the newest checkpoint of the run.
     seed: seed of the weights and of dropout.
+    init_from: folder with Hugging Face weights (Qwen3) that the run starts from, in their shape; none = fresh ones.
     dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the weights.
     device: auto = cuda where there is one, cpu otherwise.
     deterministic: only deterministic kernels; an operation that has none is an error.
@@ -168,6 +169,7 @@ class RunConfig:
     keep_checkpoints: int = 3
     resume: bool = False
     seed: int = 0
+    init_from: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     deterministic: bool = False

@@ -12,12 +12,13 @@ class RunFileError(RuntimeError):
     """A file or folder of a run that cannot be written or is damaged. The message names it and says what to do."""
 
 
+REMEDY = "Make room there or choose another --run.folder; a run that has a checkpoint goes on by --resume"
+
+
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Within the block `path` is written; an OSError becomes a RunFileError naming it."""
+def writing(path: Path, remedy: str = REMEDY) -> Iterator[None]:
+    """Within the block `path` is written; an OSError becomes a RunFileError naming it, and what to do."""
     try:
         yield
     except OSError as error:
-        raise RunFileError(
-            f"{path}: could not be written: {error.strerror or error}. Make room there or choose another --run.folder; "
-            "a run that has a checkpoint goes on by --resume") from error
+        raise RunFileError(f"{path}: could not be written: {error.strerror or error}. {remedy}") from error

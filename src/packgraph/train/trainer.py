@@ -46,6 +46,7 @@ from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.signals import StopRequest
 from packgraph.train.step import accumulate, count_loss_tokens, own_share, take_step
+from packgraph.train.weights import load_weights
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
@@ -316,9 +317,12 @@ class Trainer:
 def build_model(config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> DenseModel:
     """The model of a run, split over the tensor parallel ranks of `mesh`.
 
-    Its weights are drawn on the CPU from `run.seed`, so that they depend neither on the device nor on the layout.
+    Its weights are those of `run.init_from`, or drawn on the CPU from `run.seed`, so that they depend neither on the
+    device nor on the layout.
     """
     model = DenseModel(config.model, seed=config.run.seed, device="cpu")
+    if config.run.init_from is not None and not config.run.resume:
+        load_weights(model, config.run.init_from)
     model = model.to(device=device, dtype=getattr(torch, config.run.dtype)).train()
     if mesh is not None and mesh.size("tp") > 1:
         parallelize(model, mesh["tp"], sequence=config.parallel.sequence)

@@ -1,0 +1,108 @@
+"""Weights into and out of a run, in Hugging Face's layout.
+
+    config.json, safetensors ─▶ shape and first weights of a run ─▶ training ─▶ checkpoint ─▶ config.json, safetensors
+
+The invariant: the weights decide the shape of the model; an option that contradicts them is refused by name.
+"""
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.hf import CONFIG, WeightsError, load_pretrained, read_json, save_pretrained
+from packgraph.models.hf_config import FIELDS, config_from_json
+from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
+from packgraph.train.checkpoint_reader import CheckpointError
+from packgraph.train.config import ConfigError, Layer, load_file, read_config
+from packgraph.train.options import TrainConfig
+from packgraph.train.presets import preset
+from packgraph.train.run_files import writing
+from packgraph.train.run_folder import CHECKPOINTS
+from packgraph.train.run_folder import CONFIG as RUN_CONFIG
+
+# What decides which function the weights compute; the rest of a config.json is a record.
+SHAPE = tuple(name for name in (*FIELDS, "rope_theta") if name not in ("initializer_range", "max_position_embeddings"))
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def shape_layer(path: str) -> Layer:
+    """The shape of the model in the folder `path` as values of a configuration. Raises WeightsError."""
+    file = Path(path).expanduser() / CONFIG
+    with _one_error():
+        try:
+            found = config_from_json(read_json(file))
+        except WeightsError:
+            raise
+        except ValueError as error:
+            raise WeightsError(f"{file}: {error}") from error
+    return Layer(str(file), {"model": {name: getattr(found, name) for name in SHAPE}})
+
+
+def load_weights(model: DenseModel, path: str) -> None:
+    """Copy the weights in the folder `path` into `model` (a whole decoder, or a pipeline stage with its part of them).
+
+    Raises WeightsError naming every value in which the shapes differ, and what `load_pretrained` refuses.
+    """
+    with _one_error():
+        loaded, found = load_pretrained(Path(path).expanduser(), device="cpu", dtype=torch.float32)
+    differing = _differences(found, model.config)
+    if differing:
+        raise WeightsError(f"{path}: these weights are of another shape than the run: {'; '.join(differing)}")
+    values = loaded.state_dict()
+    model.load_state_dict({name: values[name] for name in model.state_dict()})
+
+
+def export(run: Path, folder: Path) -> Path:
+    """Write the weights of the newest checkpoint of the run in the folder `run` as a Hugging Face checkpoint.
+
+    A tokenizer.json that the run was trained with is copied. Returns the checkpoint's folder. Raises ConfigError,
+    CheckpointError, WeightsError and RunFileError.
+    """
+    config = _config_of(run)
+    checkpoint = latest_checkpoint(run / CHECKPOINTS)
+    if checkpoint is None:
+        raise CheckpointError(f"{run / CHECKPOINTS}: there is no checkpoint to export")
+    load_state(checkpoint)
+    model = DenseModel(config.model, device="cpu", dtype=getattr(torch, config.run.dtype))
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    load_tensors(checkpoint, tensors, optional=("optimizer.", "random."))
+    with writing(folder, "Make room there or choose another folder"):
+        try:
+            save_pretrained(model, folder)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        except (FileExistsError, ValueError) as error:
+            raise WeightsError(str(error)) from error
+        tokenizer = Path(config.data.tokenizer).expanduser()
+        source = tokenizer if tokenizer.is_dir() else tokenizer.parent
+        if tokenizer.exists():
+            for name in TOKENIZER_FILES:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
+    return checkpoint
+
+
+def _config_of(run: Path) -> TrainConfig:
+    layer = load_file(run / RUN_CONFIG)
+    name = layer.values.get("preset")
+    if not isinstance(name, str):
+        raise ConfigError([f"{run / RUN_CONFIG}: says no preset; is this the folder of a run?"])
+    return read_config(preset(name), [layer])
+
+
+def _differences(found: DenseConfig, wanted: DenseConfig) -> list[str]:
+    return [f"model.{name} is {getattr(found, name)!r} there, {getattr(wanted, name)!r} here"
+            for name in SHAPE if getattr(found, name) != getattr(wanted, name)]
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Files that are missing are told as WeightsError too."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise WeightsError(str(error)) from error
