@@ -129,9 +129,9 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor],
                  optional: str | tuple[str, ...] | None = None) -> None:
     """Copy a checkpoint into `tensors` in place; names, shapes and dtypes must agree exactly.
 
-    optional: stored names that start so (or with one of these) may be left out (other ranks, or ranks of another layout,
-    had them). All processes of a run call it, whatever layout the checkpoint was saved at. Raises CheckpointError listing all that
-    does not fit, before anything was changed.
+    optional: stored names that start so (or with one of these) may be left out: other ranks, or ranks of another
+    layout, had them. All processes of a run call it, whatever layout the checkpoint was saved at. Raises
+    CheckpointError listing all that does not fit, before anything was changed.
     """
     stored = tensor_entries(path / ".metadata")
     problems = [f"{name} is missing" for name in tensors if name not in stored]
