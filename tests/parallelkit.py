@@ -90,7 +90,7 @@ def train(mesh: Mesh | None, *, steps: int = 10, overlap: bool = True, set_to_no
     counts = run.executor.counts()
     run.executor.close()
     return {"trace": trace, "replayed": counts.replayed, "overlapped": run.overlapped,
-            "buckets": len(run.optimizer.flat.buckets)}
+            "spans": len(run.optimizer.flat.spans)}
 
 
 def assert_same_within_rounding(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:

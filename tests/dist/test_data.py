@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from parallelkit import Run, assert_same_within_rounding, differences, steps_of_packs, train, train_both
 from torch import nn
 
-from packgraph.parallel.buckets import ALIGNMENT, plan_buckets
 from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.spans import ALIGNMENT, plan_spans
 from packgraph.train.step import own_share
 
 STEPS = 10
@@ -17,21 +17,21 @@ STEPS = 10
 
 @given(st.lists(st.tuples(st.integers(1, 3000), st.booleans()), min_size=1, max_size=30), st.integers(1, 8),
        st.one_of(st.none(), st.integers(1, 5000)))
-def test_every_parameter_lies_in_one_bucket(parameters, ranks, most):
+def test_every_parameter_lies_in_one_span(parameters, ranks, most):
     sizes, kinds = [size for size, _ in parameters], [kind for _, kind in parameters]
-    buckets = plan_buckets(sizes, kinds, ranks, most)
-    assert sorted(member.index for bucket in buckets for member in bucket.members) == list(range(len(sizes)))
-    for bucket in buckets:
-        assert bucket.size % (ranks * ALIGNMENT) == 0
+    spans = plan_spans(sizes, kinds, ranks, most)
+    assert sorted(member.index for span in spans for member in span.members) == list(range(len(sizes)))
+    for span in spans:
+        assert span.size % (ranks * ALIGNMENT) == 0
         end = 0
-        for member in bucket.members:
+        for member in span.members:
             assert member.start >= end and member.start % ALIGNMENT == 0
-            assert member.stop - member.start == sizes[member.index] and kinds[member.index] == bucket.kind
+            assert member.stop - member.start == sizes[member.index] and kinds[member.index] == span.kind
             end = member.stop
-        assert end <= bucket.size
-        assert most is None or len(bucket.members) == 1 or end <= most
+        assert end <= span.size
+        assert most is None or len(span.members) == 1 or end <= most
     if len(set(kinds)) == 1:
-        order = [member.index for bucket in buckets for member in bucket.members]
+        order = [member.index for span in spans for member in span.members]
         assert order == sorted(order, reverse=True), "the last parameters are complete first"
 
 
@@ -53,7 +53,7 @@ def test_parameters_keep_identity_values_and_ties():
     assert layer.alias is layer.weight
     assert all(torch.equal(value, before[name]) for name, value in layer.named_parameters())
     assert torch.equal(layer.bias.grad, torch.ones(5))
-    assert layer.weight.data_ptr() % 64 == 0 and {bucket.decays for bucket in flat.buckets} == {True, False}
+    assert layer.weight.data_ptr() % 64 == 0 and {span.decays for span in flat.spans} == {True, False}
 
 
 def test_nothing_to_train_is_an_error():
@@ -66,10 +66,10 @@ def test_a_gradient_made_elsewhere_is_taken_in():
     flat = FlatParameters([("weight", weight)], None)
     weight.grad = torch.full((4,), 3.0)
     flat.reduce()
-    assert torch.equal(flat.buckets[0].own_gradients[:4], torch.full((4,), 3.0))
+    assert torch.equal(flat.spans[0].own_gradients[:4], torch.full((4,), 3.0))
     weight.grad = None
     flat.reduce()
-    assert not flat.buckets[0].own_gradients.any() and weight.grad is not None
+    assert not flat.spans[0].own_gradients.any() and weight.grad is not None
 
 
 @pytest.mark.dist
@@ -115,10 +115,10 @@ def poisoned_until_gathered(mesh):
     gather = flat.gather
 
     def poison_and_gather():
-        for bucket in flat.buckets:
-            own = bucket.own_parameters.clone()
-            bucket.parameters.fill_(float("nan"))
-            bucket.own_parameters.copy_(own)
+        for span in flat.spans:
+            own = span.own_parameters.clone()
+            span.parameters.fill_(float("nan"))
+            span.own_parameters.copy_(own)
         gather()
 
     places = [parameter.data_ptr() for parameter in run.model.parameters()]
@@ -137,12 +137,12 @@ def test_parameters_are_whole_before_they_are_used():
         assert all(value.isfinite().all() for value in poisoned["trace"][-1].values())
 
 
-def reduce_small_buckets(mesh):
-    """Many buckets, complete in an order of their own on every rank."""
+def reduce_small_spans(mesh):
+    """Many spans, complete in an order of their own on every rank."""
     torch.manual_seed(0)
     weights = [(str(number), nn.Parameter(torch.randn(3, 50))) for number in range(6)]
-    flat = FlatParameters(weights, mesh.group("dp"), bucket_bytes=700)
-    assert len(flat.buckets) > 2
+    flat = FlatParameters(weights, mesh.group("dp"), span_bytes=700)
+    assert len(flat.spans) > 2
     flat.zero_gradients()
     for number, (_, weight) in enumerate(weights):
         weight.grad += (mesh.rank + 1) * (number + 1)
@@ -151,14 +151,14 @@ def reduce_small_buckets(mesh):
     for weight in order if mesh.rank else order[::-1]:
         flat.ready([weight])
     flat.reduce()
-    for bucket in flat.buckets:
-        whole = torch.empty_like(bucket.gradients)
-        dist.all_gather_into_tensor(whole, bucket.own_gradients, group=mesh.group("dp"))
-        for member in bucket.members:
+    for span in flat.spans:
+        whole = torch.empty_like(span.gradients)
+        dist.all_gather_into_tensor(whole, span.own_gradients, group=mesh.group("dp"))
+        for member in span.members:
             assert torch.equal(whole[member.place], torch.full((150,), 3.0 * (int(member.name) + 1)))
     return True
 
 
 @pytest.mark.dist
-def test_buckets_are_sent_in_one_order_on_all_ranks():
-    assert run_ranks(reduce_small_buckets, 2) == [True, True]
+def test_spans_are_sent_in_one_order_on_all_ranks():
+    assert run_ranks(reduce_small_spans, 2) == [True, True]

@@ -1,12 +1,12 @@
-"""Data parallelism: flat buffers, gradients reduced in buckets, every rank updates its own part of all parameters.
+"""Data parallelism: flat buffers, gradients reduced in spans, every rank updates its own part of all parameters.
 
     backward   .grad views of one flat buffer, added to in place (by captured graphs too)
-    reduce     bucket b complete -> reduce-scatter: each rank gets the sum of its own part
+    reduce     span complete -> reduce-scatter: each rank gets the sum of its own part
     update     the optimizer changes own parts only (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054)
     gather     all-gather puts the new parts into everyone's parameters, in place
 
 The invariant: parameters and gradients never move, so graphs that baked their addresses stay right; a `.grad` that was
-set to None or replaced meanwhile is found and taken in. Buckets are reduced in one fixed order on all ranks, whatever
+set to None or replaced meanwhile is found and taken in. Spans are reduced in one fixed order on all ranks, whatever
 order their gradients are finished in. Single process: the same buffers, nothing is sent.
 """
 from collections.abc import Callable, Iterable, Sequence
@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
-from packgraph.parallel.buckets import plan_buckets
 from packgraph.parallel.pieces import Pieces
+from packgraph.parallel.spans import plan_spans
 
-BUCKET_BYTES = 32 * 2**20  # large enough for full bandwidth, small enough that most of a model overlaps with backward
+SPAN_BYTES = 32 * 2**20  # large enough for full bandwidth, small enough that most of a model overlaps with backward
 
 
 @dataclass
 class Member:
-    """A parameter, and which elements of its bucket it is. gradient: its view, a DTensor for a DTensor.
+    """A parameter, and which elements of its span it is. gradient: its view, a DTensor for a DTensor.
 
     The gradient of a DTensor that is copied to all ranks of its mesh is this rank's share of a sum (Partial): so
     nothing is sent while microbatches add to it, but once per step.
@@ -53,7 +53,7 @@ class Member:
 
 
 @dataclass
-class Bucket:
+class Span:
     """A part of the flat buffers, all of one kind.
 
     parameters, gradients: [size] of one dtype. own: the part of this rank. own_gradients: [size / ranks], after
@@ -100,15 +100,15 @@ class FlatParameters:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None,
-                 bucket_bytes: int = BUCKET_BYTES) -> None:
+                 span_bytes: int = SPAN_BYTES) -> None:
         """Moves the parameters into the buffers. Raises ValueError when there is nothing to train."""
         self.group = group
         named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         if not named:
             raise ValueError("there is no parameter that needs a gradient, so there is nothing to train")
-        self.buckets = _make_buckets(named, group, bucket_bytes)
-        self._bucket_of = {id(member.parameter): number for number, bucket in enumerate(self.buckets)
-                           for member in bucket.members}
+        self.spans = _make_spans(named, group, span_bytes)
+        self._span_of = {id(member.parameter): number for number, span in enumerate(self.spans)
+                           for member in span.members}
         self._expected: list[set[int]] = []
         self._launched = 0
         self._works: list[Any] = []
@@ -116,17 +116,17 @@ class FlatParameters:
 
     def members(self) -> Iterable[Member]:
         """All parameters with their places."""
-        return (member for bucket in self.buckets for member in bucket.members)
+        return (member for span in self.spans for member in span.members)
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
         """Zero all gradients in place and make every `.grad` a view of the buffer."""
-        torch._foreach_zero_([bucket.gradients for bucket in self.buckets])
+        torch._foreach_zero_([span.gradients for span in self.spans])
         for member in self.members():
             member.parameter.grad = member.gradient
 
     def overlap(self, loss: Tensor) -> None:
-        """Reduce buckets while the backward of `loss`, the last one of the step, is running."""
+        """Reduce spans while the backward of `loss`, the last one of the step, is running."""
         if self.group is None:
             return
         accumulating = list(_accumulating_nodes(loss))
@@ -136,31 +136,31 @@ class FlatParameters:
 
     def expect(self, parameters: Sequence[Tensor]) -> None:
         """Say which gradients the last backward will still add to; `ready` must follow for each."""
-        self._expected = [set() for _ in self.buckets]
+        self._expected = [set() for _ in self.spans]
         for parameter in parameters:
-            if id(parameter) in self._bucket_of:
-                self._expected[self._bucket_of[id(parameter)]].add(id(parameter))
+            if id(parameter) in self._span_of:
+                self._expected[self._span_of[id(parameter)]].add(id(parameter))
 
     def ready(self, parameters: Sequence[Tensor]) -> None:
-        """Say that these gradients of the step are final; starts to reduce buckets that are complete by it."""
+        """Say that these gradients of the step are final; starts to reduce spans that are complete by it."""
         for parameter in parameters:
-            if id(parameter) in self._bucket_of:
-                self._expected[self._bucket_of[id(parameter)]].discard(id(parameter))
-        # In order, so that all ranks send the same bucket at the same time whatever each of them finished first.
-        while self._launched < len(self.buckets) and not self._expected[self._launched]:
+            if id(parameter) in self._span_of:
+                self._expected[self._span_of[id(parameter)]].discard(id(parameter))
+        # In order, so that all ranks send the same span at the same time whatever each of them finished first.
+        while self._launched < len(self.spans) and not self._expected[self._launched]:
             self._launch()
 
     def reduce(self) -> None:
-        """Sum all gradients over the group: afterwards every bucket's `own_gradients` are final. Once per step."""
-        while self._launched < len(self.buckets):
+        """Sum all gradients over the group: afterwards every span's `own_gradients` are final. Once per step."""
+        while self._launched < len(self.spans):
             self._launch()
         for work in self._works:
             work.wait()
-        for bucket in self.buckets:
-            if bucket.sharers is not None:
+        for span in self.spans:
+            if span.sharers is not None:
                 if self.group is None:
-                    bucket.own_gradients.copy_(bucket.gradients)
-                dist.all_reduce(bucket.own_gradients, group=bucket.sharers)
+                    span.own_gradients.copy_(span.gradients)
+                dist.all_reduce(span.own_gradients, group=span.sharers)
         for handle in self._handles:
             handle.remove()
         self._expected, self._launched, self._works, self._handles = [], 0, [], []
@@ -170,24 +170,24 @@ class FlatParameters:
         """Give every rank the parts that the others have updated. Work queued afterwards sees all of them."""
         if self.group is None:
             return
-        works = [dist.all_gather_into_tensor(bucket.parameters, bucket.own_parameters, group=self.group, async_op=True)
-                 for bucket in self.buckets]
+        works = [dist.all_gather_into_tensor(span.parameters, span.own_parameters, group=self.group, async_op=True)
+                 for span in self.spans]
         for work in works:
             work.wait()
 
     @property
     def launched(self) -> int:
-        """Buckets of this step that are on their way already."""
+        """Spans of this step that are on their way already."""
         return self._launched
 
     def _launch(self) -> None:
-        bucket = self.buckets[self._launched]
+        span = self.spans[self._launched]
         self._launched += 1
-        for member in bucket.members:
+        for member in span.members:
             member.attach()
         if self.group is not None:
             self._works.append(dist.reduce_scatter_tensor(
-                bucket.own_gradients, bucket.gradients, group=self.group, async_op=True))
+                span.own_gradients, span.gradients, group=self.group, async_op=True))
 
 
 def _after(ready: Callable[[Sequence[Tensor]], None], parameters: Sequence[Tensor]) -> Callable[..., None]:
@@ -211,14 +211,14 @@ def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
         stack.extend(parent for parent, _ in node.next_functions)
 
 
-def _make_buckets(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, bucket_bytes: int
-                  ) -> list[Bucket]:
+def _make_spans(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, span_bytes: int
+                  ) -> list[Span]:
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    buckets: list[Bucket] = []
+    spans: list[Span] = []
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
         ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
-        most = None if group is None else bucket_bytes // dtype.itemsize
-        plans = plan_buckets([local_tensor(parameter).numel() for _, parameter in ours],
+        most = None if group is None else span_bytes // dtype.itemsize
+        plans = plan_spans([local_tensor(parameter).numel() for _, parameter in ours],
                              [(parameter.ndim >= 2, *_spread(parameter)) for _, parameter in ours], ranks, most)
         device = local_tensor(ours[0][1]).device
         # Two storages: whoever journals writes to gradients must not have to save the parameters with them.
@@ -231,8 +231,8 @@ def _make_buckets(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGrou
             decays, sharded, shared = plan.kind  # type: ignore[misc]
             sharers = ours[plan.members[0].index][1].device_mesh.get_group() if shared else None  # type: ignore[attr-defined]
             reduced = gradients if group is None and sharers is None else torch.zeros_like(gradients[own])
-            buckets.append(Bucket(members, parameters, gradients, own, reduced, decays, sharded, sharers))
-    return buckets
+            spans.append(Span(members, parameters, gradients, own, reduced, decays, sharded, sharers))
+    return spans
 
 
 @torch.no_grad()

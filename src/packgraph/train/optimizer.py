@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.data import Bucket, FlatParameters
+from packgraph.parallel.data import FlatParameters, Span
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.train.options import OptimizerConfig
 
@@ -31,11 +31,11 @@ class Optimizer:
         self._mesh = mesh or single_process()
         self.flat = FlatParameters(named_parameters, self._mesh.group("dp"))
         self._clip_norm = config.clip_norm
-        device = self.flat.buckets[0].parameters.device
+        device = self.flat.spans[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
-        self._masters = [_master(bucket) for bucket in self.flat.buckets]
-        groups = [{"params": [master for bucket, master in zip(self.flat.buckets, self._masters, strict=True)
-                              if bucket.decays == decays], "weight_decay": config.weight_decay if decays else 0.0}
+        self._masters = [_master(span) for span in self.flat.spans]
+        groups = [{"params": [master for span, master in zip(self.flat.spans, self._masters, strict=True)
+                              if span.decays == decays], "weight_decay": config.weight_decay if decays else 0.0}
                   for decays in (True, False)]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=self.learning_rate, betas=config.betas,
@@ -56,11 +56,11 @@ class Optimizer:
         """Reduce, clip and update once. Returns the global gradient norm before clipping, float32 [] on the device."""
         self.learning_rate.fill_(learning_rate)
         self.flat.reduce()
-        narrow = [(bucket, master) for bucket, master in zip(self.flat.buckets, self._masters, strict=True)
-                  if master.dtype != bucket.parameters.dtype]
+        narrow = [(span, master) for span, master in zip(self.flat.spans, self._masters, strict=True)
+                  if master.dtype != span.parameters.dtype]
         if narrow:
             torch._foreach_copy_([_gradient(master) for _, master in narrow],
-                                 [bucket.own_gradients for bucket, _ in narrow])
+                                 [span.own_gradients for span, _ in narrow])
         norm = self._norm()
         if self._clip_norm is not None:
             scale = (self._clip_norm / (norm + TINY)).clamp(max=1.0)
@@ -68,7 +68,7 @@ class Optimizer:
         self._steps.copy_(self._steps[:1].clone().expand_as(self._steps))  # a resumed run has loaded the first only
         self._adam.step()
         if narrow:
-            torch._foreach_copy_([bucket.own_parameters for bucket, _ in narrow], [master for _, master in narrow])
+            torch._foreach_copy_([span.own_parameters for span, _ in narrow], [master for _, master in narrow])
         self.flat.gather()
         return norm
 
@@ -76,12 +76,12 @@ class Optimizer:
         """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg`, `.exp_avg_sq` and, under
         bfloat16, `.master`; in the parameter's shape, or `Pieces` of it where other ranks have the rest."""
         tensors: dict[str, Tensor] = {"step": self._steps[0]}
-        for bucket, master in zip(self.flat.buckets, self._masters, strict=True):
+        for span, master in zip(self.flat.spans, self._masters, strict=True):
             state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
-            if master.dtype != bucket.parameters.dtype:
+            if master.dtype != span.parameters.dtype:
                 state["master"] = master.detach()
-            for member in bucket.members:
-                tensors.update({f"{member.name}.{key}": bucket.part(member, flat) for key, flat in state.items()})
+            for member in span.members:
+                tensors.update({f"{member.name}.{key}": span.part(member, flat) for key, flat in state.items()})
         return tensors
 
     def gradients(self) -> dict[str, Tensor]:
@@ -90,8 +90,8 @@ class Optimizer:
 
     def _norm(self) -> Tensor:
         """The norm of the gradient of the whole model; what several ranks have copies of counts once."""
-        counted = [_gradient(master) for bucket, master in zip(self.flat.buckets, self._masters, strict=True)
-                   if bucket.sharded or self._mesh.place["tp"] == 0]
+        counted = [_gradient(master) for span, master in zip(self.flat.spans, self._masters, strict=True)
+                   if span.sharded or self._mesh.place["tp"] == 0]
         norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self.learning_rate)]
         total = torch.stack(list(norms)).square().sum()
         if self._mesh.everyone() is not None:
@@ -105,12 +105,12 @@ def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def _master(bucket: Bucket) -> Tensor:
-    """The float32 values that this rank updates: its part of the bucket, or a copy where the bucket is narrower."""
-    if bucket.parameters.dtype == torch.float32:
-        master = bucket.own_parameters.detach().requires_grad_()
-        master.grad = bucket.own_gradients
+def _master(span: Span) -> Tensor:
+    """The float32 values that this rank updates: its part of the span, or a copy where the span is narrower."""
+    if span.parameters.dtype == torch.float32:
+        master = span.own_parameters.detach().requires_grad_()
+        master.grad = span.own_gradients
         return master
-    master = bucket.own_parameters.detach().float().requires_grad_()
+    master = span.own_parameters.detach().float().requires_grad_()
     master.grad = torch.zeros_like(master)
     return master
