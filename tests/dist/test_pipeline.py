@@ -114,11 +114,10 @@ def assert_equal(eager, graphs):
         assert not wrong, f"rank {rank} differs at {wrong[:5]}"
 
 
-@pytest.mark.parametrize(("ranks", "chunks", "ways"), [(2, 1, ("layer", "chunk", "step")), (2, 2, ("layer", "chunk", "step"))],
-                         ids=["PP2", "PP2xVPP2"])
-def test_replayed_pipelines_equal_eager_ones_bitwise(ranks, chunks, ways):
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (2, 2)], ids=["PP2", "PP2xVPP2"])
+def test_replayed_pipelines_equal_eager_ones_bitwise(ranks, chunks):
     eager = run("eager", ranks, chunks)
-    for way in ways:
+    for way in ("layer", "chunk", "step"):
         counts = COUNTS[:8] if way == "step" else COUNTS
         graphs = run(way, ranks, chunks, counts, slow=way == "chunk", poison=True)
         expected = eager if way != "step" else run("eager", ranks, chunks, counts)

@@ -31,11 +31,11 @@ def test_no_host_sync_in_a_step(tmp_path: Path, graph: bool, dtype: str, monkeyp
     run = trainer(tmp_path / "run", tiny(graph, dtype=dtype, steps=8), device=CUDA)
     original = run._one_step
 
-    def watched() -> bool:
+    def watched(stop: StopRequest) -> bool:
         # Capture itself waits for the device; every step after it must not.
         if run.step > run.config.graph.warmup:
             torch.cuda.set_sync_debug_mode("error")
-        done = original()
+        done = original(stop)
         torch.cuda.set_sync_debug_mode("default")
         return done
 

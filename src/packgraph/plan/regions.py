@@ -60,7 +60,8 @@ def scope_errors(stages: Sequence[NamedStage], scope: Iterable[str] | None, gran
     """Every reason why this scope and granularity cannot be captured for these stages; empty when legal."""
     errors = []
     if granularity == "step":
-        errors.append("granularity 'step' needs a pipeline schedule, which this version does not have: use 'chunk'")
+        errors.append("granularity 'step' captures a whole optimizer step, of which packgraph.graph sees one call: use "
+                      "'chunk' here, or `packgraph train --graph.granularity step`")
     elif granularity not in GRANULARITIES:
         errors.append(f"unknown granularity {granularity!r}: use one of {', '.join(map(repr, GRANULARITIES))}")
     if scope is None:

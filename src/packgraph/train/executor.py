@@ -5,7 +5,7 @@ graphs are captured at once, largest first, so that memory is the maximum over c
 pays for capture.
 """
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.options import GraphConfig
+from packgraph.train.step import accumulate
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Executor:
             return self._graphed(batch, tokens_in_step)
         with eager(WARM_UP):
             return self._graphed(batch, tokens_in_step)
+
+    def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
+                 before_last: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Forward and backward of all microbatches of a step; see `step.accumulate`."""
+        return accumulate(self.loss, batches, self._device, loss_tokens=loss_tokens, before_last=before_last)
 
     def before_step(self, steps_done: int) -> bool:
         """Capture all graphs when `steps_done` (of this process) is the end of warm-up; whether it did."""

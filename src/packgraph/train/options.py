@@ -73,7 +73,7 @@ class GraphConfig:
     slots: microbatches that may be in flight at once; none = as many as come.
     strict: stop with an error where a graph cannot be captured, instead of going on eagerly.
     scope: names of the stages to capture, such as attn,mlp; none = all.
-    granularity: layer = one graph for each layer, chunk = one for all layers.
+    granularity: layer = one graph for each layer, chunk = one for all layers, step = one for a whole step.
     capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas.
     max_documents: largest number of documents in a captured microbatch (50 when given without a value); packs with
         more run eagerly. none = the capacities alone decide.
@@ -85,7 +85,7 @@ class GraphConfig:
     slots: int | None = None
     strict: bool = False
     scope: tuple[str, ...] | None = None
-    granularity: Literal["layer", "chunk"] = "layer"
+    granularity: Literal["layer", "chunk", "step"] = "layer"
     capacities: tuple[Capacity, ...] = (Capacity(1024, 32),)
     max_documents: int | None = field(default=None, metadata={"bare": str(DEFAULT_DOCUMENTS_CAP)})
 
@@ -214,7 +214,8 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
         f"graph.warmup = {config.graph.warmup} leaves no step to replay in run.steps = {config.run.steps}; "
         "lower it, or set graph.enabled = false": config.graph.enabled and config.graph.warmup >= config.run.steps,
     }
-    scope = scope_errors(named_stages(config.model), config.graph.scope, config.graph.granularity)
+    regions = "chunk" if config.graph.granularity == "step" else config.graph.granularity
+    scope = scope_errors(named_stages(config.model), config.graph.scope, regions)
     problems |= {f"graph.scope: {problem}": config.graph.enabled for problem in scope}
     problems["model.attention_backend = varlen needs a CUDA device and run.dtype = bfloat16; use auto, or sdpa"] = (
         config.model.attention_backend == "varlen" and (device_type, config.run.dtype) != ("cuda", "bfloat16"))
@@ -225,12 +226,26 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
     return [text for text, wrong in problems.items() if wrong] + _parallel_problems(config, world)
 
 
+def _pipeline_problems(config: TrainConfig) -> list[str]:
+    """What keeps a run from being cut into pipeline stages."""
+    model, stages = config.model, config.parallel.pp
+    problems = {
+        f"parallel.pp = {stages} needs at least as many layers, model.num_layers is {model.num_layers}":
+            model.num_layers < stages,
+        f"parallel.pp = {stages} needs model.tie_embeddings = false: the first and the last stage would each have a "
+        "copy of the tied matrix": model.tie_embeddings,
+        f"parallel.pp = {stages} together with parallel.tp = {config.parallel.tp} is not there yet: use one of them":
+            config.parallel.tp > 1,
+    }
+    return [text for text, wrong in problems.items() if wrong]
+
+
 def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
     """All reasons why the model and its capacities cannot be spread over `world` processes as asked."""
     parallel = config.parallel
     found = [f"parallel: {problem}" for problem in parallel.layout().problems(world)]
     if parallel.pp > 1:
-        found.append(f"parallel.pp = {parallel.pp}: the trainer has no pipeline stages yet; use 1")
+        found += _pipeline_problems(config)
     if parallel.tp > 1:
         found += tensor_problems(config.model, parallel.tp)
     odd = [capacity.tokens for capacity in config.graph.packing_capacities() if capacity.tokens % parallel.tp]

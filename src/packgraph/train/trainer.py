@@ -45,7 +45,8 @@ from packgraph.train.random_state import all_streams, random_states, set_random_
 from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.signals import StopRequest
-from packgraph.train.step import accumulate, count_loss_tokens, own_share, take_step
+from packgraph.train.stage_executor import StageExecutor
+from packgraph.train.step import count_loss_tokens, own_share, take_step
 from packgraph.train.weights import load_weights
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
@@ -91,7 +92,7 @@ class Trainer:
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_model(config, device, self.mesh)
         self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, self.mesh)
-        self.executor = Executor(self.model, config.graph, device)
+        self.executor = make_executor(self.model, config, device, self.mesh)
         self.step = 0
         self._resumed_at = 0
         self._fetch = LateFetch(device)
@@ -217,8 +218,7 @@ class Trainer:
         captured = self.executor.before_step(self.step - self._resumed_at)
         self.optimizer.zero_grad()
         share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
-        loss = accumulate(self.executor.loss, share, self.device, loss_tokens=count_loss_tokens(batches),
-                          before_last=self.optimizer.flat.overlap)
+        loss = self.executor.run_step(share, count_loss_tokens(batches), self.optimizer.flat.overlap)
         learning_rate = self._learning_rate()
         norm = self.optimizer.step(learning_rate)
         started, self._last_end = self._last_end, time.perf_counter()
@@ -238,8 +238,9 @@ class Trainer:
         if self.mesh.world == 1:
             return torch.stack([loss, norm, torch.zeros_like(loss)])
         wish = torch.full_like(loss, float(bool(stop)))
-        # Tensor parallel ranks all know the loss of their replica: one of them tells it.
-        totals = torch.stack([loss if self.mesh.place["tp"] == 0 else torch.zeros_like(loss), wish])
+        # All ranks of a replica know its loss: one of them tells it.
+        tells = self.mesh.place["tp"] == 0 and self.mesh.place["pp"] == 0
+        totals = torch.stack([loss if tells else torch.zeros_like(loss), wish])
         dist.all_reduce(totals)
         return torch.stack([totals[0], norm, totals[1]])
 
@@ -314,13 +315,22 @@ class Trainer:
         return summary if summary.get("steps") == self.step else None
 
 
+def make_executor(model: DenseModel, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
+    """What runs the steps of `model`: a loop, or this rank's part of a pipeline (of one rank for whole-step graphs)."""
+    if mesh.size("pp") == 1 and config.graph.granularity != "step":
+        return Executor(model, config.graph, device)
+    return StageExecutor(model, config.graph, device, mesh, config.model.hidden_size, getattr(torch, config.run.dtype))
+
+
 def build_model(config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> DenseModel:
-    """The model of a run, split over the tensor parallel ranks of `mesh`.
+    """The model of a run: this rank's pipeline stage of it, split over the tensor parallel ranks of `mesh`.
 
     Its weights are those of `run.init_from`, or drawn on the CPU from `run.seed`, so that they depend neither on the
     device nor on the layout.
     """
-    model = DenseModel(config.model, seed=config.run.seed, device="cpu")
+    stages = 1 if mesh is None else mesh.size("pp")
+    stage = 0 if mesh is None else mesh.place["pp"]
+    model = DenseModel(config.model, seed=config.run.seed, device="cpu", stage=stage, stages=stages)
     if config.run.init_from is not None and not config.run.resume:
         load_weights(model, config.run.init_from)
     model = model.to(device=device, dtype=getattr(torch, config.run.dtype)).train()

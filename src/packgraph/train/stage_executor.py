@@ -1,0 +1,87 @@
+"""How the trainer runs its stage of a pipeline: the same life as `Executor`, with a schedule instead of a loop.
+
+The number of slots is what the schedule needs for any number of microbatches; all graphs are captured in them after
+the warm-up steps. With granularity `step` the whole schedule of this rank is one graph where that can be.
+"""
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.graphs.fallback import WARM_UP, eager
+from packgraph.graphs.graphed import graph
+from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.links import make_links
+from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.pipeline import Pipeline
+from packgraph.plan.slots import slot_counts
+from packgraph.train.executor import Executor, sample_batch
+from packgraph.train.options import GraphConfig
+
+OFF = "graphs are off"
+
+
+class StageExecutor(Executor):
+    """Runs this rank's stage of a pipeline. Collective: every rank of the pipeline runs the same steps."""
+
+    def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device, mesh: Mesh, width: int,
+                 dtype: torch.dtype) -> None:
+        """width, dtype: of the hidden states between stages."""
+        self._model, self._options, self._device = model, options, device
+        self._warm = False
+        links = make_links(mesh)
+        (self._slots,) = slot_counts(links.size, 1)[links.rank]
+        self._graphed = graph(
+            model, capacities=options.captured_capacities(), backend=options.backend, warmup=0, slots=self._slots,
+            strict=options.strict, scope=options.scope,
+            granularity="chunk" if options.granularity == "step" else options.granularity)
+        self._pipeline = Pipeline([self._graphed], links, width, dtype, device,
+                                  whole_steps=options.granularity == "step" and options.enabled)
+
+    def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
+                 before_last: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Forward and backward of all microbatches of a step; see `step.accumulate`.
+
+        before_last is not called: the last backward of a stage has no loss to hang it on.
+        """
+        tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
+        uploaded = [batch.to(self._device) for batch in batches]
+        with self._bypass():
+            return self._pipeline.step(uploaded, tokens_in_step)
+
+    def _bypass(self) -> contextlib.AbstractContextManager[None]:
+        if not self._options.enabled:
+            return eager(OFF)
+        return contextlib.nullcontext() if self._warm else eager(WARM_UP)
+
+    def before_step(self, steps_done: int) -> bool:
+        """Capture all graphs when `steps_done` is the end of warm-up; whether it did."""
+        if not self._options.enabled or steps_done != self._options.warmup:
+            return False
+        self._warm = True
+        capacities = sorted(self._options.captured_capacities(), reverse=True)
+        samples = [sample_batch(capacity).to(self._device) for capacity in capacities]
+        self._pipeline.build(samples, [self._slots])
+        return True
+
+    def totals(self) -> dict[str, Any]:
+        """As Executor's; microbatches of replayed whole steps are counted as steps, under `replayed`."""
+        totals = super().totals()
+        whole = self._pipeline.step_stats
+        if whole is not None:
+            totals["captured"] += whole.captured
+            totals["replayed"] += whole.replayed
+            totals["capture_seconds"] += whole.capture_seconds
+            totals["fallbacks"] |= {f"whole step: {reason}": count for reason, count in whole.fallbacks.items()}
+        return totals
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend in use."""
+        return self._graphed.backend if self._graphed is not None and self._options.enabled else "eager"
+
+    def close(self) -> None:
+        """Free all graphs, before the process groups go."""
+        self._pipeline.close()
