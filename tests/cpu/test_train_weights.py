@@ -22,7 +22,8 @@ def start(tmp_path: Path) -> tuple[Path, list[str]]:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["train", "qwen3-tiny", "--run.init-from", str(tmp_path / "weights"), "--data.source", "jsonl",
              "--data.path", str(tmp_path / "data.jsonl"), "--run.folder", str(tmp_path / "runs"),
-             "--graph.capacities", "64x8", "--run.tokens-per-step", "100", "--run.steps", "3", "--run.device", "cpu", "--run.name", "mine"]
+             "--graph.capacities", "64x8", "--run.tokens-per-step", "100", "--run.steps", "3", "--run.device", "cpu",
+             "--run.name", "mine"]
     return tmp_path, words
 
 
