@@ -85,6 +85,14 @@ def test_going_on_with_a_finished_run_changes_nothing(tmp_path: Path) -> None:
         key: value for key, value in summary.items() if key != "pool_bytes"}
 
 
+def test_the_first_loss_of_a_longer_run_stays_the_first(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "run", tiny(steps=6)).run(StopRequest())
+    longer = trainer(tmp_path / "run", tiny(steps=30))
+    longer.resume()
+    summary = longer.run(StopRequest())
+    assert summary["loss_first"] == first["loss_first"] and summary["steps"] == 30
+
+
 @pytest.mark.parametrize("key", ["data", "random_device", "graphs"])
 def test_a_state_that_lacks_something_is_refused_by_name(tmp_path: Path, key: str) -> None:
     trainer(tmp_path / "run", tiny()).run(StopRequest())

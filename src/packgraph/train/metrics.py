@@ -141,7 +141,8 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[st
     """The figures of a summary that follow from the rows of all steps.
 
     loss_first and loss_last are means over the first and last `loss_window` steps: `window`, or a quarter of the run
-    if that is less (at least one). tokens_per_second leaves out a run's first step and the one that captured.
+    if that is less (at least one). A resumed run keeps the loss_first of its earlier summary.
+    tokens_per_second leaves out a run's first step and the one that captured.
     """
     if not rows:
         return {"steps": 0, "tokens": 0}

@@ -103,6 +103,7 @@ class Trainer:
         self._others_stopped = False
         self._left_out = LeftOut(microbatches, view)
         self._graphs_before: dict[str, Any] = {}
+        self._summary_before: dict[str, Any] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
@@ -125,6 +126,7 @@ class Trainer:
             self.view.note("saved at another layout: dropout goes on with new random numbers")
         self.microbatches.load_state_dict(state["data"])
         self._graphs_before = state["graphs"]
+        self._summary_before = read_json(self.folder / SUMMARY)
         self.step = self._resumed_at = step
         self.view.note(f"resumed from {path}")
 
@@ -302,8 +304,11 @@ class Trainer:
                 "--optimizer.clip-norm), or look at the data of this step")
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
-        return ({"ended": ended, "device": str(self.device)} | summarize(log.rows)
-                | {"documents": self._left_out.counts()} | self.executor.summary() | self._graphs())
+        summary = {"ended": ended, "device": str(self.device)} | summarize(log.rows) | {
+            "documents": self._left_out.counts()} | self.executor.summary() | self._graphs()
+        if "loss_first" in self._summary_before:  # the mean over more steps, of a longer run, would be another one
+            summary["loss_first"] = self._summary_before["loss_first"]
+        return summary
 
     def _graphs(self) -> dict[str, Any]:
         """What graphs did since the start of the run, in all processes that went on with it one after another."""
@@ -311,8 +316,7 @@ class Trainer:
 
     def _finished_summary(self) -> dict[str, Any] | None:
         """The summary in the folder if it is that of the step this run has reached, else None."""
-        summary = read_json(self.folder / SUMMARY)
-        return summary if summary.get("steps") == self.step else None
+        return self._summary_before if self._summary_before.get("steps") == self.step else None
 
 
 def make_executor(model: DenseModel, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
