@@ -60,6 +60,20 @@ class Links:
     def _edge(self, stage: int, direction: str) -> Any:
         return self._groups[self.edge(stage, direction)]
 
+    def warm_up(self, token: torch.Tensor) -> None:
+        """Send `token` once over every edge, one after another; collective.
+
+        NCCL makes the communicator of a pair at its first transfer and holds the host until both sides are there. Left
+        to the first step, a receive that is posted early would hold the rank that has yet to send something else.
+        """
+        for direction, step in (("forward", 1), ("backward", -1)):
+            for stage in range(self.size):
+                partner = (stage + step) % self.size
+                if stage == self.rank:
+                    dist.send(token, self.ranks[partner], group=self._edge(stage, direction))
+                elif partner == self.rank:
+                    dist.recv(token, self.ranks[stage], group=self._edge(stage, direction))
+
     def gather_facts(self, facts: Sequence[int]) -> list[list[int]]:
         """The host integers `facts` of every rank of the pipeline, in stage order; waits for all of them."""
         if self.size == 1:
@@ -85,7 +99,8 @@ def make_links(mesh: Mesh) -> Links:
         control = dist.new_group(ranks, backend="gloo")
         if mesh.rank in ranks:
             mine = Links(ranks, groups, control)
-    assert mine is not None
+    assert mine is not None and mesh.devices is not None
+    mine.warm_up(torch.zeros(1, device=mesh.devices.device_type))
     return mine
 
 
