@@ -243,3 +243,11 @@ def test_an_exchanged_submodule_and_a_replaced_table_are_noticed():
     module.table = torch.zeros(2)
     with pytest.warns(PackgraphWarning, match="storage of 'table' was replaced"):
         graphed(torch.randn(3, 2))
+
+
+def test_capacities_may_be_one_or_several_and_nothing_else():
+    graphed = graph(Packed(), capacities=PACK, warmup=0)
+    graphed(torch.ones(8, 4), packed([3, 2])).backward()
+    assert graphed.capacities == (PACK,) and graphed.stats.replayed == 1
+    with pytest.raises(TypeError, match="Capacity"):
+        graph(Packed(), capacities=[512])

@@ -61,12 +61,35 @@ class SlowLinks(Links):
         return transfer
 
 
+class SerialLinks(Links):
+    """A process group serves its transfers strictly one after another, as NCCL's communicators do."""
+
+    def send(self, tensor, stage, direction):
+        return self._queue(self.group(stage, direction), super().send, tensor, stage, direction)
+
+    def receive(self, tensor, stage, direction):
+        source = stage - (1 if direction == "forward" else -1)
+        return self._queue(self.group(source, direction), super().receive, tensor, stage, direction)
+
+    def _queue(self, group, start, *arguments):
+        worker = self.__dict__.setdefault("workers", {}).setdefault(id(group), ThreadPoolExecutor(max_workers=1))
+        future = worker.submit(lambda: start(*arguments).wait())
+        return SimpleNamespace(wait=future.result, is_completed=future.done)
+
+
+class OneGroupPerDirection(SerialLinks):
+    """Negative control: all edges of a direction share one process group."""
+
+    def group(self, stage, direction):
+        return self._everyone if direction == "forward" else self._control
+
+
 def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, overflow=False):
     """Losses, gradients and random states of every step on this rank, and the chunks' stats."""
     ranks = mesh.size("pp")
     links = make_links(mesh)
     if slow:
-        links.__class__ = SlowLinks
+        links.__class__ = {True: SlowLinks}.get(slow, slow)
     stages = [chunk * ranks + links.rank for chunk in range(chunks)]
     modules = [DenseModel(config(**(options or {})), seed=1, stage=s, stages=ranks * chunks) for s in stages]
     slots = slot_counts(ranks, chunks)[links.rank]
@@ -105,7 +128,8 @@ def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, ove
 
 def run(way, ranks, chunks, counts=COUNTS, **more):
     rest = [more.get(name) for name in ("options", "slow", "poison", "overflow")]
-    return run_ranks(train, ranks, way, chunks, counts, *rest, layout=Layout(pp=ranks), seconds=200.0)
+    return run_ranks(train, ranks, way, chunks, counts, *rest, layout=Layout(pp=ranks),
+                     seconds=more.get("seconds", 200.0))
 
 
 def assert_equal(eager, graphs):
@@ -139,6 +163,16 @@ def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(mo
     graphs = run("chunk", 2, 1, COUNTS[:6], slow=True, poison=True)
     with pytest.raises(AssertionError, match="differs at"):
         assert_equal(eager, graphs)
+
+
+def test_communicators_that_serve_in_order_do_not_stop_an_interleaved_pipeline():
+    eager = run("eager", 4, 2, (4, 6), options={"num_layers": 8})
+    assert_equal(eager, run("chunk", 4, 2, (4, 6), options={"num_layers": 8}, slow=SerialLinks))
+
+
+def test_one_communicator_per_direction_would_stop_it_and_the_test_sees_it():
+    with pytest.raises(RankFailed, match="did not finish in time"):
+        run("eager", 4, 2, (4,), options={"num_layers": 8}, slow=OneGroupPerDirection, seconds=15.0)
 
 
 def test_four_ranks():

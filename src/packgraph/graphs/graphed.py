@@ -30,14 +30,14 @@ from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.wrapper import Wrapper, as_in_training
-from packgraph.packing.capacity import Capacity
+from packgraph.packing.capacity import Capacity, read_capacities
 
 MAX_KEYS = 64
 
 
 def graph(
     module: torch.nn.Module,
-    capacities: Sequence[Capacity] | None = None,
+    capacities: Capacity | Iterable[Capacity] | None = None,
     backend: str = "auto",
     warmup: int = 2,
     slots: int | None = None,
@@ -48,7 +48,7 @@ def graph(
     """Wrap `module` so that training calls replay captured graphs.
 
     module: any nn.Module; a module with stages (see `plan/stages.py`) can be captured in part. capacities: the shapes
-    that graphs are captured for; None captures every shape that comes. backend: `cuda`, `recorder` (CPU) or `auto`.
+    that graphs are captured for, one or several; None captures every shape that comes. backend: `cuda`, `recorder` (CPU) or `auto`.
     warmup: eager training calls before the first capture. slots: microbatches that may be in flight (forward done,
     backward not); None follows what the loop does. strict: raise CaptureError instead of falling back to eager.
     scope: names of the stages to capture (None = all). granularity: `layer` or `chunk`, where graphs are cut.
@@ -66,12 +66,12 @@ class GraphedModule(Wrapper):
     gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones.
     """
 
-    def __init__(self, module: torch.nn.Module, capacities: Sequence[Capacity] | None, backend: str, warmup: int,
+    def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str, warmup: int,
                  slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str) -> None:
         super().__init__(module)
         if warmup < 0 or (slots is not None and slots < 1):
             raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
-        self.capacities = tuple(capacities or ())
+        self.capacities = () if capacities is None else read_capacities(capacities)
         self.strict = strict
         self._program = Program(module, scope, granularity)
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)

@@ -1,11 +1,12 @@
-"""Point-to-point links between the ranks of one pipeline: one process group per direction and per wrap edge.
+"""Point-to-point links between the ranks of one pipeline: one process group per directed edge.
 
-A communicator carries messages in the order they were posted. Activations and gradients cross in opposite orders, and
-with several chunks a rank sends to a neighbour both along the row and around its end; on one communicator these could
-be posted in incompatible orders by the two sides. So each kind of edge has its own:
+A communicator serves its transfers one after another, in the order in which they were posted. If a rank's receive from
+one neighbour and its send to the other shared one, a receive posted early would keep the send waiting; with several
+chunks the ranks then wait for each other around the ring. So every edge has a communicator of its own, on which one
+side only sends and the other only receives, in the order of the schedule:
 
-    forward        rank 0 -> 1 -> 2 -> 3          backward        0 <- 1 <- 2 <- 3
-    forward wrap   rank 3 -> 0 (next chunk)       backward wrap   0 -> 3 (chunk before)
+    forward    0 -> 1   1 -> 2   2 -> 3   3 -> 0 (next chunk)
+    backward   0 <- 1   1 <- 2   2 <- 3   3 <- 0 (chunk before)
 """
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from packgraph.parallel.mesh import Mesh
 
-EDGES = ("forward", "backward", "forward wrap", "backward wrap")
+STEPS = {"forward": 1, "backward": -1}
 
 
 class Transfer(Protocol):
@@ -32,8 +33,9 @@ class Links:
     ranks: the global ranks of this pipeline, in stage order.
     """
 
-    def __init__(self, ranks: Sequence[int], groups: dict[str, Any], control: Any) -> None:
-        self.ranks, self._groups, self._control = list(ranks), groups, control
+    def __init__(self, ranks: Sequence[int], groups: dict[str, Any], everyone: Any, control: Any) -> None:
+        """groups: process groups by edge name. everyone: all ranks, on the device. control: all ranks, on the host."""
+        self.ranks, self._groups, self._everyone, self._control = list(ranks), groups, everyone, control
         self.rank = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
 
     @property
@@ -43,22 +45,22 @@ class Links:
 
     def send(self, tensor: torch.Tensor, stage: int, direction: str) -> Transfer:
         """Start sending what virtual stage `stage` made: activations `forward`, gradients `backward`."""
-        to = self.ranks[(stage + (1 if direction == "forward" else -1)) % self.size]
-        return dist.isend(tensor, to, group=self._edge(stage, direction))  # type: ignore[return-value]
+        to = self.ranks[(stage + STEPS[direction]) % self.size]
+        return dist.isend(tensor, to, group=self.group(stage, direction))  # type: ignore[return-value]
 
     def receive(self, tensor: torch.Tensor, stage: int, direction: str) -> Transfer:
         """Start receiving into `tensor` what virtual stage `stage` needs."""
-        source = stage + (-1 if direction == "forward" else 1)
-        edge = self._edge(source, direction)
-        return dist.irecv(tensor, self.ranks[source % self.size], group=edge)  # type: ignore[return-value]
+        source = stage - STEPS[direction]
+        group = self.group(source, direction)
+        return dist.irecv(tensor, self.ranks[source % self.size], group=group)  # type: ignore[return-value]
 
     def edge(self, stage: int, direction: str) -> str:
         """The name of the edge over which virtual stage `stage` sends in `direction`."""
-        last = stage % self.size == (self.size - 1 if direction == "forward" else 0)
-        return f"{direction} wrap" if last else direction
+        return f"{direction} from {stage % self.size}"
 
-    def _edge(self, stage: int, direction: str) -> Any:
-        return self._groups[self.edge(stage, direction)]
+    def group(self, stage: int, direction: str) -> Any:
+        """The process group of that edge; None when this process is at neither end."""
+        return self._groups.get(self.edge(stage, direction))
 
     def warm_up(self, token: torch.Tensor) -> None:
         """Send `token` once over every edge, one after another; collective.
@@ -66,13 +68,13 @@ class Links:
         NCCL makes the communicator of a pair at its first transfer and holds the host until both sides are there. Left
         to the first step, a receive that is posted early would hold the rank that has yet to send something else.
         """
-        for direction, step in (("forward", 1), ("backward", -1)):
+        for direction, step in STEPS.items():
             for stage in range(self.size):
                 partner = (stage + step) % self.size
                 if stage == self.rank:
-                    dist.send(token, self.ranks[partner], group=self._edge(stage, direction))
+                    dist.send(token, self.ranks[partner], group=self.group(stage, direction))
                 elif partner == self.rank:
-                    dist.recv(token, self.ranks[stage], group=self._edge(stage, direction))
+                    dist.recv(token, self.ranks[stage], group=self.group(stage, direction))
 
     def gather_facts(self, facts: Sequence[int]) -> list[list[int]]:
         """The host integers `facts` of every rank of the pipeline, in stage order; waits for all of them."""
@@ -86,19 +88,24 @@ class Links:
     def sum(self, tensor: torch.Tensor) -> None:
         """Add `tensor` up over the ranks of the pipeline, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._groups["forward"])
+            dist.all_reduce(tensor, group=self._everyone)
 
 
 def make_links(mesh: Mesh) -> Links:
     """The links of this process's pipeline. Collective: every process of the mesh calls it."""
     if mesh.size("pp") == 1:
-        return Links([mesh.rank], {}, None)
+        return Links([mesh.rank], {}, None, None)
     mine = None
     for ranks in pipelines(mesh):
-        groups = {edge: dist.new_group(ranks) for edge in EDGES}
-        control = dist.new_group(ranks, backend="gloo")
+        size = len(ranks)
+        groups = {}
+        for direction, step in STEPS.items():
+            for place in range(size):
+                ends = sorted((ranks[place], ranks[(place + step) % size]))
+                groups[f"{direction} from {place}"] = dist.new_group(ends)
+        everyone, control = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
         if mesh.rank in ranks:
-            mine = Links(ranks, groups, control)
+            mine = Links(ranks, groups, everyone, control)
     assert mine is not None and mesh.devices is not None
     mine.warm_up(torch.zeros(1, device=mesh.devices.device_type))
     return mine
