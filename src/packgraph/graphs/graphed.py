@@ -48,8 +48,8 @@ def graph(
     """Wrap `module` so that training calls replay captured graphs.
 
     module: any nn.Module; a module with stages (see `plan/stages.py`) can be captured in part. capacities: the shapes
-    that graphs are captured for, one or several; None captures every shape that comes. backend: `cuda`, `recorder` (CPU) or `auto`.
-    warmup: eager training calls before the first capture. slots: microbatches that may be in flight (forward done,
+    that graphs are captured for, one or several; None captures every shape that comes. backend: `cuda`, `recorder`
+    (CPU) or `auto`. warmup: eager training calls before the first capture. slots: microbatches that may be in flight (forward done,
     backward not); None follows what the loop does. strict: raise CaptureError instead of falling back to eager.
     scope: names of the stages to capture (None = all). granularity: `layer` or `chunk`, where graphs are cut.
 
@@ -66,8 +66,8 @@ class GraphedModule(Wrapper):
     gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones.
     """
 
-    def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str, warmup: int,
-                 slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str) -> None:
+    def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str,
+                 warmup: int, slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str) -> None:
         super().__init__(module)
         if warmup < 0 or (slots is not None and slots < 1):
             raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
