@@ -50,8 +50,9 @@ def graph(
     module: any nn.Module; a module with stages (see `plan/stages.py`) can be captured in part. capacities: the shapes
     that graphs are captured for, one or several; None captures every shape that comes. backend: `cuda`, `recorder`
     (CPU) or `auto`. warmup: eager training calls before the first capture. slots: microbatches that may be in flight
-    (forward done, backward not); None follows what the loop does. strict: raise CaptureError instead of falling back to eager.
-    scope: names of the stages to capture (None = all). granularity: `layer` or `chunk`, where graphs are cut.
+    (forward done, backward not); None follows what the loop does. strict: raise CaptureError instead of falling
+    back to eager. scope: names of the stages to capture (None = all). granularity: `layer` or `chunk`,
+    where graphs are cut.
 
     Raises ValueError for an illegal scope, backend or count, with all reasons; CaptureError if `strict` and the module
     cannot be captured at all (DistributedDataParallel, fully sharded parameters, module hooks).
