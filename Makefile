@@ -43,8 +43,8 @@ verify: $(RUN_READY)
 # Tests on the GPU run one after another in one process: they measure memory and share one device.
 test: $(DEV_READY)
 	$(call need,pytest)
+	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
 	$(PYTHON) -m pytest tests -m "not gpu" $(WORKERS) $(ARGS)
-	$(PYTHON) -m pytest tests/gpu -m gpu -rs $(ARGS)
 
 test-fast: $(DEV_READY)
 	$(call need,pytest)
