@@ -1,12 +1,9 @@
 """Packing a stream: best fit, longest first, over a bounded window of waiting documents.
 
-    stream ──▶ window (sorted by length) ──▶ one pack at a time
+    stream ──▶ window (see `waiting.py` for who goes next) ──▶ one pack at a time
 
-The document that has waited longest opens a pack; then always the longest waiting one that still fits joins it, until
-none does. So nobody waits for ever, short documents go where padding would be, and the only state is the window.
+Nobody waits for ever, and the only state is the window.
 """
-from bisect import bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -16,6 +13,7 @@ from packgraph.packing.capacity import CapacitySet
 from packgraph.packing.document import Document
 from packgraph.packing.fit import OpenPack
 from packgraph.packing.report import PackReport
+from packgraph.packing.waiting import WaitingLengths
 
 Tag = TypeVar("Tag")
 
@@ -34,9 +32,8 @@ class Window(Generic[Tag]):
     def __init__(self, capacities: CapacitySet, report: PackReport) -> None:
         self._capacities = capacities
         self._report = report
-        self._waiting: OrderedDict[int, tuple[Document, Tag]] = OrderedDict()
-        self._sorted: list[tuple[int, int]] = []
-        self._next_number = 0
+        self._lengths = WaitingLengths(capacities)
+        self._waiting: dict[int, tuple[Document, Tag]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -47,21 +44,10 @@ class Window(Generic[Tag]):
 
     def add(self, document: Document, tag: Tag) -> None:
         """Let `document` (within the capacities' longest) wait."""
-        self._waiting[self._next_number] = (document, tag)
-        # Of equal lengths the one that waits longest must be found first, by a search from the right: hence the minus.
-        insort(self._sorted, (len(document), -self._next_number))
-        self._next_number += 1
+        self._waiting[self._lengths.add(len(document))] = (document, tag)
 
     def take(self) -> PackedBatch:
         """Make one pack of waiting documents. Raises IndexError when none waits."""
-        if not self._waiting:
-            raise IndexError("no document waits to be packed")
-        pack = OpenPack()
-        oldest = next(iter(self._waiting))
-        place = bisect_right(self._sorted, (len(self._waiting[oldest][0]), -oldest)) - 1
-        while place >= 0:
-            length, minus_number = self._sorted.pop(place)
-            pack.add(-minus_number, length)
-            place = bisect_right(self._sorted, (pack.room(self._capacities), 0)) - 1
-        members = [self._waiting.pop(number)[0] for number in sorted(pack.members)]
+        pack = self._lengths.take()
+        members = [self._waiting.pop(number)[0] for number in pack.members]
         return build_pack(members, pack, self._capacities, self._report)
