@@ -6,6 +6,7 @@ Every rank compares digests of loss, all gradients and random state after every 
 with an error when anything differs, is not finite, or does not end.
 """
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -109,7 +110,9 @@ def main():
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--soak", type=int, default=100)
     parser.add_argument("--ways", nargs="+", default=["layer", "chunk", "step"])
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds after which to show where each rank stands")
     options = parser.parse_args()
+    faulthandler.dump_traceback_later(options.limit, exit=True)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     torch.use_deterministic_algorithms(True)
@@ -137,6 +140,7 @@ def main():
     print(json.dumps(report), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
     assert not any(report[f"{way}_differs_at"] for way in options.ways), "graphs differ from eager"
 
 

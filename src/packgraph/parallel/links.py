@@ -1,9 +1,8 @@
 """Point-to-point links between the ranks of one pipeline: one process group per directed edge.
 
-A communicator serves its transfers one after another, in the order in which they were posted. If a rank's receive from
-one neighbour and its send to the other shared one, a receive posted early would keep the send waiting; with several
-chunks the ranks then wait for each other around the ring. So every edge has a communicator of its own, on which one
-side only sends and the other only receives, in the order of the schedule:
+A communicator serves its transfers one after another, in the order in which they were started. If a rank's receive from
+one neighbour and its send to the other shared one, the send would wait for data it has nothing to do with. So every
+edge has a communicator of its own, on which one side only sends and the other only receives, in the order of the plan:
 
     forward    0 -> 1   1 -> 2   2 -> 3   3 -> 0 (next chunk)
     backward   0 <- 1   1 <- 2   2 <- 3   3 <- 0 (chunk before)
@@ -66,7 +65,7 @@ class Links:
         """Send `token` once over every edge, one after another; collective.
 
         NCCL makes the communicator of a pair at its first transfer and holds the host until both sides are there. Left
-        to the first step, a receive that is posted early would hold the rank that has yet to send something else.
+        to the first step, this would hold ranks in the middle of it.
         """
         for direction, step in STEPS.items():
             for stage in range(self.size):

@@ -1,17 +1,17 @@
 """The pipeline executor: runs one rank's actions of a schedule, by replay or eagerly, for any number of microbatches.
 
-    F: claim a slot, receive into it, replay, send from it
-    B: receive the gradient, replay, send; the slot is free when its sends are done
+    RECV_F: claim a slot, receive into it       F: replay       SEND_F: send from it
+    RECV_B: receive the gradient                B: replay       SEND_B: send; the slot is free when its sends are done
 
 Slots come from a free list in the order of the schedule, never from the microbatch's number, so the count of
-microbatches and the bucket of each may differ in every step without a recapture. Activations are received one action
-ahead where a slot is free, gradients as soon as their forward has run. The ranks agree once per step, on host facts,
-about what they are going to run.
+microbatches and the bucket of each may differ in every step without a recapture. Sends and receives are started where
+`plan/rendezvous.py` puts them, so ranks cannot stop each other, whatever makes a host or a device wait. The ranks agree
+once per step, on host facts, about what they are going to run.
 """
 import warnings
 import zlib
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,9 +25,12 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.flight import Arrival, Flight
 from packgraph.parallel.links import Links
-from packgraph.plan.schedule import Action, Schedule, make_schedule
+from packgraph.plan.rendezvous import Op, make_rows
+from packgraph.plan.schedule import Action, make_schedule
+from packgraph.plan.slots import slot_counts
 
 Place = tuple[int, int]
+BeforeLast = Callable[[int, torch.Tensor], None]
 
 
 class PipelineError(RuntimeError):
@@ -39,23 +42,24 @@ class Pipeline:
 
     chunks: the graphed modules of this rank, by chunk; chunk c is virtual stage c * ranks + rank. Called as
     module(batch, tokens_in_step) in the first stage and module(batch, tokens_in_step, hidden [T, width]) in the others;
-    returns hidden states, or the loss in the last stage. width, dtype: of the hidden states. group: microbatch group
-    size of the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends and receives, as
-    one graph per combination of microbatch shapes (granularity `step`); a combination that does not fit into the
-    bank, or cannot be captured on every rank, runs by the chunks' graphs, counted in `step_stats`.
+    returns hidden states, or the loss in the last stage. width, dtype: of the hidden states. row_parts: tensor parallel
+    ranks that share the rows of the hidden states (sequence parallel); each has T // row_parts of them. group:
+    microbatch group size of the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends
+    and receives, as one graph per combination of microbatch shapes (granularity `step`); a combination that does not
+    fit into the bank, or cannot be captured on every rank, runs by the chunks' graphs, counted in `step_stats`.
     """
 
     def __init__(self, chunks: Sequence[GraphedModule], links: Links, width: int, dtype: torch.dtype,
-                 device: torch.device, group: int | None = None, whole_steps: bool = False) -> None:
+                 device: torch.device, group: int | None = None, whole_steps: bool = False, row_parts: int = 1) -> None:
         self.chunks, self.links, self.width, self.dtype, self.device = list(chunks), links, width, dtype, device
-        self.group = group
+        self.group, self.row_parts = group, row_parts
         self.num_stages = len(self.chunks) * links.size
         for chunk in self.chunks:
             chunk.lends = True
         self._plain = False
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._likes: dict[Capacity, torch.Tensor] = {}
-        self._schedules: dict[int, Schedule] = {}
+        self._rows: dict[int, tuple[Op, ...]] = {}
         self._flights: dict[Place, Flight] = {}
         self._leaving: dict[int, deque[Flight]] = {index: deque() for index in range(len(self.chunks))}
         self._reason: str | None = None
@@ -84,17 +88,20 @@ class Pipeline:
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
 
-    def step(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor) -> torch.Tensor:
+    def step(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor,
+             before_last: BeforeLast | None = None) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients are added to `.grad`.
 
         batches: the same microbatches on every rank, on the device. tokens_in_step: 0-d, labels of the whole step.
+        before_last: called as before_last(chunk, output) right before the last backward of each chunk, the one after
+        which its gradients are final; not called where a whole step is one graph.
         Returns the loss of the step on every rank, float32 []. Raises PipelineError when the ranks disagree.
         """
         self._agree(batches)
         whole = self._whole if fallback.bypass_reason() is None else None
         if whole is not None and self._whole_step_is_ready(batches, tokens_in_step):
             return whole(tokens_in_step, *batches)
-        return self._run(batches, tokens_in_step)
+        return self._run(batches, tokens_in_step, before_last)
 
     def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
         """Whether every rank has captured this step; collective."""
@@ -118,19 +125,24 @@ class Pipeline:
         finally:
             self._plain = False
 
-    def _run(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor) -> torch.Tensor:
-        row = self._schedule(len(batches)).rows[self.links.rank]
+    def _run(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, before_last: BeforeLast | None = None
+             ) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        expected = self._expected_gradients(row)
-        for position, action in enumerate(row):
-            self._post_forward(action, batches, tokens_in_step, wait_for_slot=True)
-            if position + 1 < len(row):
-                self._post_forward(row[position + 1], batches, tokens_in_step, wait_for_slot=False)
-            self._post_gradients(expected, batches)
-            if action.kind == "F":
-                self._forward(action, batches[action.microbatch], tokens_in_step, loss)
+        last = len(batches) - 1
+        for op in self._row(len(batches)):
+            stage, batch = op.action.stage, batches[op.action.microbatch]
+            if op.what == "RECV":
+                self._receive(op.action, batch, tokens_in_step)
+            elif op.what == "SEND":
+                self._send(op.action)
+            elif op.action.kind == "F":
+                self._forward(op.action, batch, tokens_in_step, loss)
             else:
-                self._backward(action)
+                if before_last is not None and op.action.microbatch == last:
+                    out = self._flights[stage, last].out
+                    assert out is not None
+                    before_last(stage // self.links.size, out)
+                self._backward(op.action)
         self._drain()
         self.links.sum(loss)
         return loss
@@ -152,11 +164,12 @@ class Pipeline:
                                 f"{counts}; or other lengths or capacities). Every rank must pack the same documents "
                                 "in the same order")
 
-    def _schedule(self, microbatches: int) -> Schedule:
-        if microbatches not in self._schedules:
-            made = make_schedule(self.links.size, len(self.chunks), microbatches, self.group)
-            self._schedules[microbatches] = made
-        return self._schedules[microbatches]
+    def _row(self, microbatches: int) -> tuple[Op, ...]:
+        if microbatches not in self._rows:
+            ranks, chunks = self.links.size, len(self.chunks)
+            schedule = make_schedule(ranks, chunks, microbatches, self.group)
+            self._rows[microbatches] = make_rows(schedule, slot_counts(ranks, chunks, self.group))[self.links.rank]
+        return self._rows[microbatches]
 
     def _stage(self, chunk: int) -> int:
         return chunk * self.links.size + self.links.rank
@@ -165,7 +178,7 @@ class Pipeline:
         """Hidden states of `batch`'s shape, without memory."""
         if batch.capacity not in self._likes:
             scalar = torch.zeros((), dtype=self.dtype, device=self.device)
-            self._likes[batch.capacity] = scalar.expand(batch.capacity.tokens, self.width)
+            self._likes[batch.capacity] = scalar.expand(batch.capacity.tokens // self.row_parts, self.width)
         return self._likes[batch.capacity]
 
     def _arguments(self, stage: int, batch: PackedBatch, tokens: torch.Tensor) -> tuple[object, ...]:
@@ -174,53 +187,17 @@ class Pipeline:
             return batch, tokens
         return batch, tokens, self._like(batch).detach().requires_grad_()
 
-    def _post_forward(self, action: Action, batches: Sequence[PackedBatch], tokens: torch.Tensor, *,
-                      wait_for_slot: bool) -> None:
-        """Claim the slot of a forward and start the receive it waits for, unless that is done already."""
-        place, batch = (action.stage, action.microbatch), batches[action.microbatch]
-        if action.kind != "F" or place in self._flights:
-            return
-        flight = self._take_off(action.stage, batch, tokens, wait_for_slot)
-        if flight is None:
-            return
-        self._flights[place] = flight
-        if action.stage > 0:
-            buffer = flight.activation_buffer(self._like(batch))
-            flight.receiving["F"] = self.links.receive(buffer, action.stage, "forward")
-
-    def _post_gradients(self, expected: dict[str, deque[Action]], batches: Sequence[PackedBatch]) -> None:
-        """Start the receives of all gradients whose forward has run, per edge in the order in which they are sent.
-
-        A sender frees its slot only when a gradient is taken; receives posted late could keep both sides waiting.
-        """
-        for queue in expected.values():
-            while queue:
-                flight = self._flights.get((queue[0].stage, queue[0].microbatch))
-                if flight is None or flight.out is None:
-                    break
-                action = queue.popleft()
-                buffer = flight.gradient_buffer(self._like(batches[action.microbatch]))
-                flight.receiving["B"] = self.links.receive(buffer, action.stage, "backward")
-
-    def _expected_gradients(self, row: Sequence[Action]) -> dict[str, deque[Action]]:
-        expected: dict[str, deque[Action]] = defaultdict(deque)
-        for action in row:
-            if action.kind == "B" and action.stage < self.num_stages - 1:
-                expected[self.links.edge(action.stage + 1, "backward")].append(action)
-        return expected
-
-    def _take_off(self, stage: int, batch: PackedBatch, tokens: torch.Tensor, wait_for_slot: bool) -> Flight | None:
-        """A flight with its slot; None when no slot is free yet and `wait_for_slot` is False."""
+    def _take_off(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> Flight:
+        """A flight with its slot, for which older flights have to leave if all slots are in use."""
         if self._plain:
             return Flight(None, None)
-        chunk, leaving = self.chunks[stage // self.links.size], self._leaving[stage // self.links.size]
-        while leaving and (leaving[0].delivered() or (wait_for_slot and not chunk.has_free_slot())):
+        index = action.stage // self.links.size
+        chunk, leaving = self.chunks[index], self._leaving[index]
+        while leaving and (leaving[0].delivered() or not chunk.has_free_slot()):
             leaving.popleft().finish()
         if not chunk.has_free_slot():
-            if wait_for_slot:
-                raise PipelineError(f"stage {stage} has no free slot: the schedule needs more than were planned")
-            return None
-        claim = chunk.claim(self._arguments(stage, batch, tokens), {}) if self._reason is None else self._reason
+            raise PipelineError(f"stage {action.stage} has no free slot: the schedule needs more than were planned")
+        claim = chunk.claim(self._arguments(action.stage, batch, tokens), {}) if self._reason is None else self._reason
         if isinstance(claim, Claim):
             claim.ticket.kept = True
             return Flight(claim, claim.ticket)
@@ -228,23 +205,44 @@ class Pipeline:
         ticket = chunk.hold_slot()
         return Flight(None, ticket)
 
+    def _receive(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> None:
+        """Start to receive what `action` needs; a forward gets its slot here."""
+        place = action.stage, action.microbatch
+        if action.kind == "F":
+            flight = self._flights[place] = self._take_off(action, batch, tokens)
+            buffer, direction = flight.activation_buffer(self._like(batch)), "forward"
+        else:
+            flight = self._flights[place]
+            buffer, direction = flight.gradient_buffer(self._like(batch)), "backward"
+        flight.receiving[action.kind] = self.links.receive(buffer, action.stage, direction)
+
+    def _send(self, action: Action) -> None:
+        """Start to send what `action` made. A flight leaves with its last send."""
+        flight = self._flights[action.stage, action.microbatch]
+        made = flight.out if action.kind == "F" else flight.input_gradient
+        assert made is not None
+        tensor = made.detach().contiguous()
+        direction = "forward" if action.kind == "F" else "backward"
+        flight.sent(self.links.send(tensor, action.stage, direction), tensor)
+        if action.kind == "B":
+            self._leave(action)
+
     def _forward(self, action: Action, batch: PackedBatch, tokens: torch.Tensor, loss: torch.Tensor) -> None:
-        flight = self._flights[(action.stage, action.microbatch)]
-        chunk = self.chunks[action.stage // self.links.size]
+        place, chunk = (action.stage, action.microbatch), self.chunks[action.stage // self.links.size]
         arguments: tuple[object, ...] = (batch, tokens)
-        if action.stage > 0:
+        if action.stage == 0:
+            flight = self._flights[place] = self._take_off(action, batch, tokens)
+        else:
+            flight = self._flights[place]
             flight.receiving.pop("F").wait()
             arguments = (batch, tokens, Arrival.apply(self._anchor, flight, flight.hidden))
         flight.out = chunk.module(*arguments) if flight.claim is None else flight.claim.run(arguments, {})
         assert flight.out is not None
         if action.stage == self.num_stages - 1:
             loss += flight.out.detach()
-        else:
-            activations = flight.out.detach().contiguous()
-            flight.sent(self.links.send(activations, action.stage, "forward"), activations)
 
     def _backward(self, action: Action) -> None:
-        flight = self._flights.pop((action.stage, action.microbatch))
+        flight = self._flights[action.stage, action.microbatch]
         assert flight.out is not None
         if action.stage == self.num_stages - 1:
             flight.out.backward()
@@ -252,10 +250,11 @@ class Pipeline:
             flight.receiving.pop("B").wait()
             torch.autograd.backward(flight.out, flight.gradient)
         flight.out = None
-        if action.stage > 0:
-            assert flight.input_gradient is not None
-            gradient = flight.input_gradient.contiguous()
-            flight.sent(self.links.send(gradient, action.stage, "backward"), gradient)
+        if action.stage == 0:
+            self._leave(action)
+
+    def _leave(self, action: Action) -> None:
+        flight = self._flights.pop((action.stage, action.microbatch))
         self._leaving[action.stage // self.links.size].append(flight)
 
     def _drain(self) -> None:
