@@ -5,15 +5,17 @@ from typing import Any
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.document import Document, read_documents
-from packgraph.packing.fit import best_fit_decreasing
 from packgraph.packing.overlong import Overlong, check_choice, fitting_parts
 from packgraph.packing.report import PackReport
+from packgraph.packing.tighten import best_fit
 from packgraph.packing.window import Window, build_pack
 
 
 def pack(documents: Any, capacities: Capacity | Iterable[Capacity], *, overlong: Overlong = "error",
          window: int | None = None, report: PackReport | None = None) -> list[PackedBatch]:
     """Pack `documents` by best-fit-decreasing over all of them, or over a `window` of that many at a time.
+
+    Without a window the emptiest rows are then packed again into the capacities that leave least padding.
 
     documents: sequences of token ids (lists, tuples, arrays, CPU tensors), mappings with `input_ids` and optionally
     `labels`, masks or `seq_lengths`, or the output of transformers' DataCollatorWithFlattening; see `document.py`.
@@ -29,7 +31,7 @@ def pack(documents: Any, capacities: Capacity | Iterable[Capacity], *, overlong:
     allowed = CapacitySet(capacities)
     counts = PackReport() if report is None else report
     parts = list(_parts(documents, allowed, overlong, counts))
-    plan = best_fit_decreasing([len(part) for part in parts], allowed)
+    plan = best_fit([len(part) for part in parts], allowed)
     return [build_pack([parts[member] for member in planned.members], planned, allowed, counts) for planned in plan]
 
 

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from packgraph.packing.capacity import CapacitySet
-from packgraph.packing.fit import OpenPack, best_fit_decreasing
+from packgraph.packing.fit import OpenPack
+from packgraph.packing.tighten import best_fit
 
 
 class WaitingLengths:
@@ -58,7 +59,7 @@ def pack_lengths(lengths: Iterable[int], capacities: CapacitySet, *, window: int
     window: documents that wait at most; None packs all at once. Members are places in `lengths`.
     """
     if window is None:
-        yield from best_fit_decreasing(list(lengths), capacities)
+        yield from best_fit(list(lengths), capacities)
         return
     waiting = WaitingLengths(capacities)
     for length in lengths:
