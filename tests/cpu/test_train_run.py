@@ -10,13 +10,14 @@ from trainkit import CPU, RandomPacks, StopAfter, state_of, tiny, trainer
 
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
+from packgraph.train.build import build_model
 from packgraph.train.checkpoint import latest_checkpoint, load_state
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.data import DataError
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 from packgraph.train.step import accumulate, take_step
-from packgraph.train.trainer import CHECKPOINTS, NonFiniteLossError, Trainer, build_model
+from packgraph.train.trainer import CHECKPOINTS, NonFiniteLossError, Trainer
 
 
 def figures(folder: Path) -> list[tuple[Any, ...]]:

@@ -66,7 +66,7 @@ def break_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verify_side() -> torch.nn.Module:
-    from packgraph.train.trainer import build_model
+    from packgraph.train.build import build_model
     return build_model(tiny_config("layer", 0.0, 1), CPU)
 
 

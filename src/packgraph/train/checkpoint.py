@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -125,23 +126,24 @@ def load_state(path: Path) -> tuple[int, dict[str, Any]]:
     return step, state
 
 
-def load_tensors(path: Path, tensors: Mapping[str, Tensor],
-                 optional: str | tuple[str, ...] | None = None) -> None:
+def load_tensors(path: Path, tensors: Mapping[str, Tensor], optional: str | tuple[str, ...] | None = None,
+                 mesh: Mesh | None = None) -> None:
     """Copy a checkpoint into `tensors` in place; names, shapes and dtypes must agree exactly.
 
-    optional: stored names that start so (or with one of these) may be left out: other ranks, or ranks of another
-    layout, had them. All processes of a run call it, whatever layout the checkpoint was saved at. Raises
-    CheckpointError listing all that does not fit, before anything was changed.
+    tensors: those of this rank; all processes of `mesh` call it, and together must want all that is stored. optional:
+    stored names that start so (or with one of these) may be left out: ranks of another layout had them. Raises
+    CheckpointError on all ranks, listing all that does not fit on any of them, before anything was changed.
     """
     stored = tensor_entries(path / ".metadata")
-    problems = [f"{name} is missing" for name in tensors if name not in stored]
+    wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    everyones = {name: kind for part in _from_all(mesh or single_process(), wanted) for name, kind in part.items()}
+    problems = [f"{name} is missing" for name in everyones if name not in stored]
     problems += [f"{name} is not part of this run" for name in stored
-                 if name not in tensors and not (optional and name.startswith(optional))]
-    for name in tensors.keys() & stored.keys():
-        kind = (stored[name].properties.dtype, tuple(stored[name].size))
-        if kind != (tensors[name].dtype, tuple(tensors[name].shape)):
-            problems.append(f"{name} is {kind[0]} {list(kind[1])}, this run needs {tensors[name].dtype} "
-                            f"{list(tensors[name].shape)}")
+                 if name not in everyones and not (optional and name.startswith(optional))]
+    for name in everyones.keys() & stored.keys():
+        kind, needed = (stored[name].properties.dtype, tuple(stored[name].size)), everyones[name]
+        if kind != needed:
+            problems.append(f"{name} is {kind[0]} {list(kind[1])}, this run needs {needed[0]} {list(needed[1])}")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(f"{path}: does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)
@@ -150,6 +152,15 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor],
             distributed_checkpoint.load(dict(tensors), storage_reader=SafeReader(path))
     except CheckpointException as error:
         raise CheckpointError(f"{path}: damaged: {_first_failure(error)}") from error
+
+
+def _from_all(mesh: Mesh, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The facts (picklable) of every rank; waits for all of them."""
+    if mesh.world == 1:
+        return [facts]
+    found: list[Any] = [None] * mesh.world
+    dist.all_gather_object(found, facts)
+    return found
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:

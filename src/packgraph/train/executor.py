@@ -35,22 +35,23 @@ class Executor:
         self._model = model
         self._options = options
         self._device = device
-        self._graphed: GraphedModule | None = None
         self._warm = False
+        self._graphed: list[GraphedModule] = []
         if options.enabled:
             # One call of warm-up shows which outputs get gradients; the rest of the warm-up steps is counted below.
-            self._graphed = graph(
+            self._graphed = [graph(
                 model, capacities=options.captured_capacities(), backend=options.backend, warmup=1,
-                slots=options.slots, strict=options.strict, scope=options.scope, granularity=options.granularity)
+                slots=options.slots, strict=options.strict, scope=options.scope, granularity=options.granularity)]
 
     def loss(self, batch: PackedBatch, tokens_in_step: Tensor) -> Tensor:
         """Loss of one microbatch on the device, float32 []: its sum of token losses / tokens_in_step (int64 [])."""
-        if self._graphed is None:
+        if not self._graphed:
             return self._model(batch, tokens_in_step)
-        if self._warm or not self._graphed.stats.fallbacks:
-            return self._graphed(batch, tokens_in_step)
+        (graphed,) = self._graphed
+        if self._warm or not graphed.stats.fallbacks:
+            return graphed(batch, tokens_in_step)
         with eager(WARM_UP):
-            return self._graphed(batch, tokens_in_step)
+            return graphed(batch, tokens_in_step)
 
     def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
                  before_last: Callable[[Tensor], None] | None = None) -> Tensor:
@@ -59,12 +60,12 @@ class Executor:
 
     def before_step(self, steps_done: int) -> bool:
         """Capture all graphs when `steps_done` (of this process) is the end of warm-up; whether it did."""
-        if self._graphed is None or steps_done != self._options.warmup:
+        if not self._graphed or steps_done != self._options.warmup:
             return False
         self._warm = True
         tokens_in_step = torch.ones((), dtype=torch.int64, device=self._device)
         capacities = sorted(self._options.captured_capacities(), reverse=True)
-        self._graphed.build([(sample_batch(capacity).to(self._device), tokens_in_step) for capacity in capacities])
+        self._graphed[0].build([(sample_batch(capacity).to(self._device), tokens_in_step) for capacity in capacities])
         return True
 
     def counts(self) -> Counts:
@@ -74,26 +75,25 @@ class Executor:
 
     def totals(self) -> dict[str, Any]:
         """Counts since the start of this process: captured, replayed, fallbacks {reason: count}, capture_seconds."""
-        if self._graphed is None:
-            return {"captured": 0, "replayed": 0, "fallbacks": {}, "capture_seconds": 0.0}
-        stats = self._graphed.stats
-        return {"captured": stats.captured, "replayed": stats.replayed, "fallbacks": dict(stats.fallbacks),
-                "capture_seconds": stats.capture_seconds}
+        every = [graphed.stats for graphed in self._graphed]
+        fallbacks = sum((Counter(stats.fallbacks) for stats in every), Counter())
+        return {"captured": sum(stats.captured for stats in every), "replayed": sum(stats.replayed for stats in every),
+                "fallbacks": dict(fallbacks), "capture_seconds": sum(stats.capture_seconds for stats in every)}
 
     def summary(self) -> dict[str, Any]:
         """What summary.json says about graphs; counts and bytes are those of this process."""
-        pool = {} if self._graphed is None else {"pool_bytes": self._graphed.stats.pool_bytes}
+        pool = {"pool_bytes": sum(graphed.stats.pool_bytes for graphed in self._graphed)} if self._graphed else {}
         return {"backend": self.backend, **self.totals(), **pool}
 
     @property
     def backend(self) -> str:
         """Name of the backend in use."""
-        return "eager" if self._graphed is None else self._graphed.backend
+        return self._graphed[0].backend if self._graphed else "eager"
 
     def close(self) -> None:
         """Free all graphs and their memory."""
-        if self._graphed is not None:
-            self._graphed.close()
+        for graphed in self._graphed:
+            graphed.close()
 
 
 def add_counts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

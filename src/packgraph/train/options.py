@@ -118,17 +118,20 @@ class ParallelConfig:
 
     dp: replicas that train on different packs; none = all processes that tp and pp leave over.
     tp: parts that every matrix is split into.
-    pp: stages of the pipeline.
+    pp: ranks of the pipeline.
+    chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles, more transfers.
     sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
     """
 
     dp: int | None = None
     tp: int = 1
     pp: int = 1
+    chunks: int = 1
     sequence: bool = True
 
     def __post_init__(self) -> None:
-        sizes = {"dp": 1 if self.dp is None else self.dp, "tp": self.tp, "pp": self.pp}
+        sizes = {"dp": 1 if self.dp is None else self.dp, "tp": self.tp, "pp": self.pp,
+                 "chunks": self.chunks}
         _refuse({f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()})
 
     def layout(self) -> Layout:
@@ -228,10 +231,13 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
 
 def _pipeline_problems(config: TrainConfig) -> list[str]:
     """What keeps a run from being cut into pipeline stages."""
-    model, stages = config.model, config.parallel.pp
+    model, stages, chunks = config.model, config.parallel.pp, config.parallel.chunks
+    cut = f"parallel.pp = {stages}" + (f" x parallel.chunks = {chunks}" if chunks > 1 else "")
     problems = {
-        f"parallel.pp = {stages} needs at least as many layers, model.num_layers is {model.num_layers}":
-            model.num_layers < stages,
+        f"{cut} needs at least as many layers, model.num_layers is {model.num_layers}":
+            model.num_layers < stages * chunks,
+        f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is on the last one only; add "
+        "attn or mlp": config.graph.enabled and config.graph.scope == ("head",),
         f"parallel.pp = {stages} needs model.tie_embeddings = false: the first and the last stage would each have a "
         "copy of the tied matrix": model.tie_embeddings,
         f"parallel.pp = {stages} together with parallel.tp = {config.parallel.tp} is not there yet: use one of them":
@@ -246,6 +252,9 @@ def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
     found = [f"parallel: {problem}" for problem in parallel.layout().problems(world)]
     if parallel.pp > 1:
         found += _pipeline_problems(config)
+    elif parallel.chunks > 1:
+        found.append(f"parallel.chunks = {parallel.chunks} needs parallel.pp of at least 2: on one rank chunks have "
+                     "nobody to take turns with")
     if parallel.tp > 1:
         found += tensor_problems(config.model, parallel.tp)
     odd = [capacity.tokens for capacity in config.graph.packing_capacities() if capacity.tokens % parallel.tp]

@@ -1,4 +1,4 @@
-"""How the trainer runs its stage of a pipeline: the same life as `Executor`, with a schedule instead of a loop.
+"""How the trainer runs its part of a pipeline: the same life as `Executor`, with a schedule instead of a loop.
 
 The number of slots is what the schedule needs for any number of microbatches; all graphs are captured in them after
 the warm-up steps. With granularity `step` the whole schedule of this rank is one graph where that can be.
@@ -16,29 +16,34 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.links import make_links
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline import Pipeline
+from packgraph.plan.regions import expand_scope
 from packgraph.plan.slots import slot_counts
+from packgraph.plan.stages import Staged
 from packgraph.train.executor import Executor, sample_batch
-from packgraph.train.options import GraphConfig
+from packgraph.train.options import GraphConfig, TrainConfig
 
 OFF = "graphs are off"
 
 
 class StageExecutor(Executor):
-    """Runs this rank's stage of a pipeline. Collective: every rank of the pipeline runs the same steps."""
+    """Runs this rank's chunks of a pipeline. Collective: every rank of the pipeline runs the same steps."""
 
-    def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device, mesh: Mesh, width: int,
-                 dtype: torch.dtype) -> None:
-        """width, dtype: of the hidden states between stages."""
-        self._model, self._options, self._device = model, options, device
+    def __init__(self, chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh) -> None:
+        """chunks: this rank's part of the model, in the order of its stages."""
+        options = config.graph
+        self._options, self._device = options, device
         self._warm = False
         links = make_links(mesh)
-        (self._slots,) = slot_counts(links.size, 1)[links.rank]
-        self._graphed = graph(
-            model, capacities=options.captured_capacities(), backend=options.backend, warmup=0, slots=self._slots,
-            strict=options.strict, scope=options.scope,
-            granularity="chunk" if options.granularity == "step" else options.granularity)
-        self._pipeline = Pipeline([self._graphed], links, width, dtype, device,
-                                  whole_steps=options.granularity == "step" and options.enabled)
+        self._slots = slot_counts(links.size, len(chunks))[links.rank]
+        self._graphed = [
+            graph(chunk, capacities=options.captured_capacities(), backend=options.backend, warmup=0, slots=slots,
+                  strict=options.strict, scope=_own_scope(chunk, options),
+                  granularity="chunk" if options.granularity == "step" else options.granularity)
+            for chunk, slots in zip(chunks, self._slots, strict=True)]
+        self._pipeline = Pipeline(
+            self._graphed, links, config.model.hidden_size, getattr(torch, config.run.dtype), device,
+            whole_steps=options.granularity == "step" and options.enabled,
+            row_parts=mesh.size("tp") if config.parallel.splits_rows else 1)
 
     def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
                  before_last: Callable[[Tensor], None] | None = None) -> Tensor:
@@ -47,6 +52,8 @@ class StageExecutor(Executor):
         before_last is not called: the last backward of a stage has no loss to hang it on.
         """
         tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
+        if not batches:  # a step with fewer packs than replicas: all ranks of this one have none
+            return torch.zeros((), dtype=torch.float32, device=self._device)
         uploaded = [batch.to(self._device) for batch in batches]
         with self._bypass():
             return self._pipeline.step(uploaded, tokens_in_step)
@@ -63,7 +70,7 @@ class StageExecutor(Executor):
         self._warm = True
         capacities = sorted(self._options.captured_capacities(), reverse=True)
         samples = [sample_batch(capacity).to(self._device) for capacity in capacities]
-        self._pipeline.build(samples, [self._slots])
+        self._pipeline.build(samples, self._slots)
         return True
 
     def totals(self) -> dict[str, Any]:
@@ -80,8 +87,16 @@ class StageExecutor(Executor):
     @property
     def backend(self) -> str:
         """Name of the backend in use."""
-        return self._graphed.backend if self._graphed is not None and self._options.enabled else "eager"
+        return super().backend if self._options.enabled else "eager"
 
     def close(self) -> None:
         """Free all graphs, before the process groups go."""
         self._pipeline.close()
+
+
+def _own_scope(chunk: nn.Module, options: GraphConfig) -> tuple[str, ...] | None:
+    """The names in the scope that this chunk has a stage for; only the last one of a pipeline has a head."""
+    if options.scope is None or not isinstance(chunk, Staged):
+        return options.scope
+    present = {stage.name for stage in chunk.stages()}
+    return tuple(name for name in options.scope if expand_scope([name]) & present)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.models.dense import DenseModel
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import on_first
-from packgraph.parallel.tensor import dropout_seed, parallelize
+from packgraph.parallel.tensor import dropout_seed
 from packgraph.plan.learning_rate import learning_rate_at
+from packgraph.train.build import build_chunks, build_model, make_executor  # noqa: F401
 from packgraph.train.checkpoint import (
     LATEST,
     STATE,
@@ -35,7 +35,7 @@ from packgraph.train.checkpoint import (
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import to_dict
 from packgraph.train.data import DataError, Microbatches
-from packgraph.train.executor import Executor, add_counts
+from packgraph.train.executor import add_counts
 from packgraph.train.left_out import LeftOut
 from packgraph.train.metrics import LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.optimizer import Optimizer
@@ -45,9 +45,7 @@ from packgraph.train.random_state import all_streams, random_states, set_random_
 from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.signals import StopRequest
-from packgraph.train.stage_executor import StageExecutor
 from packgraph.train.step import count_loss_tokens, own_share, take_step
-from packgraph.train.weights import load_weights
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
@@ -90,7 +88,7 @@ class Trainer:
         self.device, self.view, self.mesh = device, view, mesh or single_process()
         self._splits_rows = config.parallel.splits_rows
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
-        self.model = build_model(config, device, self.mesh)
+        self.model = build_chunks(config, device, self.mesh)
         self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
         self.step = 0
@@ -107,7 +105,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
-        model = {f"model.{name}": value for name, value in self.model.state_dict(keep_vars=False).items()}
+        model = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         return model | {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
 
     def resume(self) -> None:
@@ -117,10 +115,10 @@ class Trainer:
         stream = self._stream()
         if state.get("random_streams", ["random"]) == all_streams(self.mesh, sequence=self._splits_rows):
             states = {f"{stream}.{name}": value for name, value in random.items()}
-            load_tensors(path, self.tensors() | states, optional=RANDOM)
+            load_tensors(path, self.tensors() | states, RANDOM, self.mesh)
             set_random_states(random, self.device)
         else:
-            load_tensors(path, self.tensors(), optional=RANDOM)
+            load_tensors(path, self.tensors(), RANDOM, self.mesh)
             seed = self.config.run.seed + step
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
             self.view.note("saved at another layout: dropout goes on with new random numbers")
@@ -317,27 +315,3 @@ class Trainer:
     def _finished_summary(self) -> dict[str, Any] | None:
         """The summary in the folder if it is that of the step this run has reached, else None."""
         return self._summary_before if self._summary_before.get("steps") == self.step else None
-
-
-def make_executor(model: DenseModel, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
-    """What runs the steps of `model`: a loop, or this rank's part of a pipeline (of one rank for whole-step graphs)."""
-    if mesh.size("pp") == 1 and config.graph.granularity != "step":
-        return Executor(model, config.graph, device)
-    return StageExecutor(model, config.graph, device, mesh, config.model.hidden_size, getattr(torch, config.run.dtype))
-
-
-def build_model(config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> DenseModel:
-    """The model of a run: this rank's pipeline stage of it, split over the tensor parallel ranks of `mesh`.
-
-    Its weights are those of `run.init_from`, or drawn on the CPU from `run.seed`, so that they depend neither on the
-    device nor on the layout.
-    """
-    stages = 1 if mesh is None else mesh.size("pp")
-    stage = 0 if mesh is None else mesh.place["pp"]
-    model = DenseModel(config.model, seed=config.run.seed, device="cpu", stage=stage, stages=stages)
-    if config.run.init_from is not None and not config.run.resume:
-        load_weights(model, config.run.init_from)
-    model = model.to(device=device, dtype=getattr(torch, config.run.dtype)).train()
-    if mesh is not None and mesh.size("tp") > 1:
-        parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
-    return model

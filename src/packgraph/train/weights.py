@@ -5,7 +5,7 @@
 The invariant: the weights decide the shape of the model; an option that contradicts them is refused by name.
 """
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,18 +42,19 @@ def shape_layer(path: str) -> Layer:
     return Layer(str(file), {"model": {name: getattr(found, name) for name in SHAPE}})
 
 
-def load_weights(model: DenseModel, path: str) -> None:
-    """Copy the weights in the folder `path` into `model` (a whole decoder, or a pipeline stage with its part of them).
+def load_weights(models: Sequence[DenseModel], path: str) -> None:
+    """Copy the weights in the folder `path` into `models`: a whole decoder, or pipeline stages with their parts of it.
 
     Raises WeightsError naming every value in which the shapes differ, and what `load_pretrained` refuses.
     """
     with _one_error():
         loaded, found = load_pretrained(Path(path).expanduser(), device="cpu", dtype=torch.float32)
-    differing = _differences(found, model.config)
+    differing = _differences(found, models[0].config)
     if differing:
         raise WeightsError(f"{path}: these weights are of another shape than the run: {'; '.join(differing)}")
     values = loaded.state_dict()
-    model.load_state_dict({name: values[name] for name in model.state_dict()})
+    for model in models:
+        model.load_state_dict({name: values[name] for name in model.state_dict()})
 
 
 def export(run: Path, folder: Path) -> Path:

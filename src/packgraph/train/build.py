@@ -1,0 +1,49 @@
+"""What a run is made of: this rank's chunks of the model, and what runs them.
+
+Stages are dealt out in turn: chunk c of rank r is stage c * ranks + r. The invariant: weights depend on their names and
+`run.seed` (or `run.init_from`) alone, neither on the device nor on the layout.
+"""
+from collections.abc import Sequence
+
+import torch
+
+from packgraph.models.chunks import ModelChunks
+from packgraph.models.dense import DenseModel
+from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.tensor import parallelize
+from packgraph.train.executor import Executor
+from packgraph.train.options import TrainConfig
+from packgraph.train.stage_executor import StageExecutor
+from packgraph.train.weights import load_weights
+
+
+def build_model(config: TrainConfig, device: torch.device) -> DenseModel:
+    """The whole model of a run, in training mode."""
+    (model,) = _build(config, device, [0], 1)
+    return model
+
+
+def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> ModelChunks:
+    """This rank's chunks of the model of a run, in training mode, split over the tensor parallel ranks of `mesh`."""
+    ranks, chunks = mesh.size("pp"), config.parallel.chunks
+    stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
+    models = _build(config, device, stages, ranks * chunks)
+    for model in models if mesh.size("tp") > 1 else ():
+        parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
+    return ModelChunks(models)
+
+
+def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
+    """What runs the steps of `model`: a loop, or this rank's part of a pipeline (of one rank for whole-step graphs)."""
+    if mesh.size("pp") == 1 and config.graph.granularity != "step":
+        return Executor(model.chunks[0], config.graph, device)
+    return StageExecutor(model.chunks, config, device, mesh)
+
+
+def _build(config: TrainConfig, device: torch.device, stages: Sequence[int], of: int) -> list[DenseModel]:
+    """Drawn or loaded on the CPU, so that weights do not depend on the device."""
+    models = [DenseModel(config.model, seed=config.run.seed, device="cpu", stage=stage, stages=of) for stage in stages]
+    if config.run.init_from is not None and not config.run.resume:
+        load_weights(models, config.run.init_from)
+    dtype = getattr(torch, config.run.dtype)
+    return [model.to(device=device, dtype=dtype).train() for model in models]
