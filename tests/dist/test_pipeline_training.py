@@ -7,6 +7,8 @@ import torch
 from distkit import run_ranks
 from trainkit import RandomPacks, tiny, trainer
 
+from packgraph.graphs.parameters import local_tensor
+from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.checkpoint_reader import CheckpointError
@@ -17,20 +19,22 @@ from packgraph.train.trainer import Trainer
 pytestmark = pytest.mark.dist
 
 
-PP2, ALONE = Layout(dp=1, pp=2), Layout(dp=1)
+ALONE, PP2, PP2_TP2 = Layout(dp=1), Layout(dp=1, pp=2), Layout(dp=1, pp=2, tp=2)
 
 
-def config(layout, steps, *, dropout=0.1, chunks=1, layers=2, **graph):
+def config(layout, steps, *, dropout=0.1, chunks=1, layers=2, sequence=True, **graph):
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
-    model = dataclasses.replace(made.model, tie_embeddings=False, num_layers=max(layers, 2 * chunks), dropout=dropout)
+    model = dataclasses.replace(made.model, tie_embeddings=False, num_layers=max(layers, 2 * chunks), dropout=dropout,
+                                num_heads=4, num_kv_heads=2, vocab_size=33)
     return dataclasses.replace(
-        made, model=model, parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, chunks=chunks),
+        made, model=model, parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp, chunks=chunks,
+                                                         sequence=sequence),
         graph=dataclasses.replace(made.graph, **graph),
         optimizer=dataclasses.replace(made.optimizer, decay_steps=20))
 
 
 def go(mesh, folder, settings, resume=False):
-    """Run to the end; the tensors and graph counts of this rank at last."""
+    """Run to the end; at last this rank's tensors, its graph counts, and on rank 0 all tensors whole."""
     made = trainer(Path(folder), settings, RandomPacks())
     made.close()
     run = Trainer(settings, Path(folder), RandomPacks(), made.device, made.view, mesh)
@@ -38,7 +42,8 @@ def go(mesh, folder, settings, resume=False):
         if resume:
             run.resume()
         run.run(StopRequest())
-        return {name: _held(value) for name, value in run.tensors().items()}, run.executor.totals()
+        held = {name: _held(value) for name, value in run.tensors().items()}
+        return held, run.executor.totals(), dict(collect(mesh, run.tensors()))
     finally:
         run.close()
 
@@ -47,26 +52,24 @@ def _held(value):
     """What this rank holds of a tensor."""
     if isinstance(value, Pieces):
         return torch.cat([torch.zeros(0), *(piece.detach().flatten() for _, piece in value.pieces)])
-    return value.detach().clone()
+    return local_tensor(value.detach()).clone()
 
 
 def ranks(layout, *arguments):
-    return run_ranks(go, (layout.dp or 1) * layout.pp, *arguments, layout=layout, seconds=120.0)
-
-
-def merged(results):
-    return {name: value for tensors, _ in results for name, value in tensors.items()}
+    return run_ranks(go, (layout.dp or 1) * layout.pp * layout.tp, *arguments, layout=layout, seconds=120.0)
 
 
 @pytest.mark.parametrize(("layout", "chunks", "granularities"), [
     (PP2, 1, ("layer", "chunk", "step")), (Layout(dp=2, pp=2), 1, ("layer", "chunk")),
-    (PP2, 2, ("layer", "chunk", "step"))], ids=["PP2", "DP2xPP2", "PP2xVPP2"])
+    (PP2, 2, ("layer", "chunk", "step")),
+    pytest.param(PP2_TP2, 1, ("layer", "chunk", "step"), marks=pytest.mark.slow)],
+    ids=["PP2", "DP2xPP2", "PP2xVPP2", "PP2xTP2"])
 def test_every_granularity_equals_the_eager_run_bitwise(layout, chunks, granularities, tmp_path):
     eager = ranks(layout, str(tmp_path / "eager"), config(layout, 20, enabled=False, chunks=chunks))
     for granularity in granularities:
         settings = config(layout, 20, granularity=granularity, chunks=chunks)
         graphs = ranks(layout, str(tmp_path / granularity), settings)
-        for (expected, _), (got, totals) in zip(eager, graphs, strict=True):
+        for (expected, *_), (got, totals, _) in zip(eager, graphs, strict=True):
             assert expected.keys() == got.keys()
             assert not [name for name in got if not torch.equal(expected[name], got[name])]
             assert totals["replayed"] > 0 and set(totals["fallbacks"]) <= {
@@ -77,19 +80,21 @@ def test_a_replica_without_a_pack_waits_for_the_others(tmp_path):
     layout = Layout(dp=2, pp=2)
     settings = config(layout, 4)
     settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, tokens_per_step=1))
-    for tensors, totals in ranks(layout, str(tmp_path / "run"), settings):
+    for tensors, totals, _ in ranks(layout, str(tmp_path / "run"), settings):
         assert all(value.isfinite().all() for value in tensors.values())
         assert totals["replayed"] in (0, 2)
 
 
-def test_stages_learn_what_the_whole_model_learns(tmp_path):
-    stages = merged(ranks(PP2, str(tmp_path / "pp"), config(PP2, 8, dropout=0.0)))
-    whole = merged(ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 8, dropout=0.0)))
-    assert_close(stages, whole)
+@pytest.mark.parametrize(("layout", "sequence"), [(PP2, True), (PP2_TP2, True), (PP2_TP2, False)],
+                         ids=["PP2", "PP2xTP2", "PP2xTP2-whole-rows"])
+def test_stages_learn_what_the_whole_model_learns(layout, sequence, tmp_path):
+    stages = ranks(layout, str(tmp_path / "pp"), config(layout, 8, dropout=0.0, sequence=sequence))
+    assert_close(stages, ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 8, dropout=0.0)))
 
 
-def assert_close(found, expected):
+def assert_close(results, alone):
     """Sums over stages and ranks are rounded in another order, and Adam makes much of tiny gradients: hence 1e-4."""
+    (_, _, found), (_, _, expected) = results[0], alone[0]
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: name + m)
@@ -99,15 +104,16 @@ def test_a_run_moves_from_chunks_to_one_process_and_back(tmp_path):
     folder = str(tmp_path / "moved")
     ranks(PP2, folder, config(PP2, 3, dropout=0.0, chunks=2))
     ranks(ALONE, folder, config(ALONE, 6, dropout=0.0, layers=4), True)
-    moved = merged(ranks(PP2, folder, config(PP2, 9, dropout=0.0, chunks=2), True))
-    assert_close(moved, merged(ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 9, dropout=0.0, layers=4))))
+    moved = ranks(PP2, folder, config(PP2, 9, dropout=0.0, chunks=2), True)
+    assert_close(moved, ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 9, dropout=0.0, layers=4)))
 
 
 def test_a_resumed_pipeline_is_bitwise_the_one_that_never_stopped(tmp_path):
-    straight = merged(ranks(PP2, str(tmp_path / "straight"), config(PP2, 6, chunks=2)))
+    straight = ranks(PP2, str(tmp_path / "straight"), config(PP2, 6, chunks=2))
     ranks(PP2, str(tmp_path / "halves"), config(PP2, 3, chunks=2))
-    halves = merged(ranks(PP2, str(tmp_path / "halves"), config(PP2, 6, chunks=2), True))
-    assert not [name for name, value in straight.items() if not torch.equal(halves[name], value)]
+    halves = ranks(PP2, str(tmp_path / "halves"), config(PP2, 6, chunks=2), True)
+    for (expected, *_), (got, *_) in zip(straight, halves, strict=True):
+        assert not [name for name in expected if not torch.equal(expected[name], got[name])]
 
 
 def fewer_layers(mesh, folder, settings):
@@ -128,6 +134,7 @@ def test_what_cannot_be_a_pipeline_is_said_at_once():
                                    parallel=ParallelConfig(dp=1, pp=4, chunks=2, tp=2))
     text = "\n".join(disagreements(settings, "cpu", world=8))
     assert "parallel.pp = 4 x parallel.chunks = 2 needs at least as many layers, model.num_layers is 4" in text
-    assert "tie_embeddings" in text and "parallel.tp" in text and "head is on the last one only" in text
+    assert "tie_embeddings" in text and "head is on the last one only" in text
+    assert not disagreements(config(Layout(dp=2, pp=2, tp=2), 4), "cpu", world=8)
     alone = dataclasses.replace(settings, parallel=ParallelConfig(dp=1, chunks=2))
     assert "parallel.chunks = 2 needs parallel.pp" in "\n".join(disagreements(alone, "cpu"))
