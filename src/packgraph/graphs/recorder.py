@@ -87,9 +87,12 @@ class _Recording(TorchDispatchMode):
         inputs = {t.untyped_storage()._cdata for t in flat if isinstance(t, torch.Tensor)}
         operands = [window.operand(t) if isinstance(t, torch.Tensor) else t for t in flat]
         result = func(*args, **kwargs)
+        made = tree_flatten(result)[0]
+        if shapes_only(type(out) for out in made):  # a factory has no operand that would have said so
+            return result
         outputs: list[Any] = []
         kinds = []
-        for out in tree_flatten(result)[0]:
+        for out in made:
             kinds.append(self._kind(func, out, inputs))
             if kinds[-1] == "new":
                 window.own(out)
