@@ -12,6 +12,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
+from packgraph.parallel.mesh import Mesh
 from packgraph.train.data import DataError
 from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.progress import ProgressView
@@ -75,9 +76,9 @@ def tiny(graph: bool = False, **run: Any) -> TrainConfig:
 
 
 def trainer(folder: Path, config: TrainConfig, packs: RandomPacks | None = None,
-            device: torch.device = CPU) -> Trainer:
+            device: torch.device = CPU, mesh: Mesh | None = None) -> Trainer:
     view = ProgressView(config.run.steps, 100, Console(file=(folder.parent / "log").open("w")))
-    return Trainer(config, folder, packs or RandomPacks(), device, view)  # type: ignore[arg-type]
+    return Trainer(config, folder, packs or RandomPacks(), device, view, mesh)  # type: ignore[arg-type]
 
 
 def state_of(run: Trainer) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ The invariant: parameters and gradients never move, so graphs that baked their a
 set to None or replaced meanwhile is found and taken in. Spans are reduced in one fixed order on all ranks, whatever
 order their gradients are finished in. Single process: the same buffers, nothing is sent.
 """
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,9 @@ class Span:
 
     parameters, gradients: [size] of one dtype. own: the part of this rank. own_gradients: [size / ranks], after
     `reduce` the sums over all ranks. decays: weight decay applies (two or more dimensions). sharded: other
-    tensor-parallel ranks hold other elements, not copies. sharers: the tensor-parallel ranks over which gradients of
-    copies are still to be summed, None where every rank computes the whole gradient.
+    tensor-parallel ranks hold other elements, not copies. sharers: the ranks over which gradients of copies are still
+    to be summed, None where every rank computes the whole gradient. tied: the name of the one parameter here of which
+    other pipeline stages (the sharers) have copies, None for all others.
     """
 
     members: list[Member]
@@ -70,6 +71,7 @@ class Span:
     decays: bool
     sharded: bool
     sharers: dist.ProcessGroup | None
+    tied: str | None
 
     @property
     def own_parameters(self) -> Tensor:
@@ -96,17 +98,21 @@ class Span:
 class FlatParameters:
     """All trainable parameters of a rank as views of flat buffers, one per dtype, and their way over the replicas.
 
-    group: the ranks that hold the same parameters, None = this process alone.
+    group: the ranks that hold the same parameters, None = this process alone. ties: names of parameters of which
+    other pipeline stages have copies, with the groups of all that have them.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None,
-                 span_bytes: int = SPAN_BYTES) -> None:
-        """Moves the parameters into the buffers. Raises ValueError when there is nothing to train."""
+                 span_bytes: int = SPAN_BYTES, ties: Mapping[str, dist.ProcessGroup] | None = None) -> None:
+        """Moves the parameters into the buffers. Raises ValueError when there is nothing to train, or a tied parameter
+        is copied over tensor parallel ranks as well."""
         self.group = group
         named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         if not named:
             raise ValueError("there is no parameter that needs a gradient, so there is nothing to train")
-        self.spans = _make_spans(named, group, span_bytes)
+        self.spans = _make_spans(named, group, span_bytes, ties or {})
+        # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits in a circle.
+        self._shared = sorted((span for span in self.spans if span.sharers is not None), key=lambda s: s.tied or "")
         self._span_of = {id(member.parameter): number for number, span in enumerate(self.spans)
                            for member in span.members}
         self._expected: list[set[int]] = []
@@ -156,11 +162,10 @@ class FlatParameters:
             self._launch()
         for work in self._works:
             work.wait()
-        for span in self.spans:
-            if span.sharers is not None:
-                if self.group is None:
-                    span.own_gradients.copy_(span.gradients)
-                dist.all_reduce(span.own_gradients, group=span.sharers)
+        for span in self._shared:
+            if self.group is None:
+                span.own_gradients.copy_(span.gradients)
+            dist.all_reduce(span.own_gradients, group=span.sharers)
         for handle in self._handles:
             handle.remove()
         self._expected, self._launched, self._works, self._handles = [], 0, [], []
@@ -211,15 +216,16 @@ def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
         stack.extend(parent for parent, _ in node.next_functions)
 
 
-def _make_spans(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, span_bytes: int
-                  ) -> list[Span]:
+def _make_spans(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, span_bytes: int,
+                ties: Mapping[str, dist.ProcessGroup]) -> list[Span]:
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     spans: list[Span] = []
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
         ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
         most = None if group is None else span_bytes // dtype.itemsize
-        plans = plan_spans([local_tensor(parameter).numel() for _, parameter in ours],
-                             [(parameter.ndim >= 2, *_spread(parameter)) for _, parameter in ours], ranks, most)
+        # A tied parameter has a span to itself: then every stage has it at the same place, cut into the same parts.
+        kinds = [(parameter.ndim >= 2, *_spread(parameter), name if name in ties else None) for name, parameter in ours]
+        plans = plan_spans([local_tensor(parameter).numel() for _, parameter in ours], kinds, ranks, most)
         device = local_tensor(ours[0][1]).device
         # Two storages: whoever journals writes to gradients must not have to save the parameters with them.
         flats = [torch.zeros(sum(plan.size for plan in plans), dtype=dtype, device=device) for _ in range(2)]
@@ -228,10 +234,15 @@ def _make_spans(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup 
             own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
             members = [_move(ours[place.index], slice(place.start, place.stop), parameters, gradients)
                        for place in plan.members]
-            decays, sharded, shared = plan.kind  # type: ignore[misc]
-            sharers = ours[plan.members[0].index][1].device_mesh.get_group() if shared else None  # type: ignore[attr-defined]
+            decays, sharded, shared, tied = kinds[plan.members[0].index]
+            if shared and tied is not None:
+                raise ValueError(f"{tied} is tied to another stage and copied over tensor parallel ranks: split it, as "
+                                 "packgraph.parallel.tensor.parallelize does with embedding and head")
+            sharers = ties[tied] if tied is not None else None
+            if shared:
+                sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
             reduced = gradients if group is None and sharers is None else torch.zeros_like(gradients[own])
-            spans.append(Span(members, parameters, gradients, own, reduced, decays, sharded, sharers))
+            spans.append(Span(members, parameters, gradients, own, reduced, decays, sharded, sharers, tied))
     return spans
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import FlatParameters, Span
 from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.ties import tie_groups
 from packgraph.train.options import OptimizerConfig
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
@@ -22,14 +23,16 @@ TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_n
 class Optimizer:
     """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device.
 
-    mesh: where the processes are; the replicas along `dp` share the work and the state. Making an optimizer moves the
-    parameters into flat buffers, so make it before graphs are captured.
+    mesh: where the processes are, all of which make an optimizer; the replicas along `dp` share the work and the state,
+    and what several stages along `pp` hold by the same name is one parameter. Making an optimizer moves the parameters
+    into flat buffers, so make it before graphs are captured.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig,
                  mesh: Mesh | None = None) -> None:
-        self._mesh = mesh or single_process()
-        self.flat = FlatParameters(named_parameters, self._mesh.group("dp"))
+        self._mesh, named = mesh or single_process(), list(named_parameters)
+        ties = tie_groups(self._mesh, [name for name, parameter in named if parameter.requires_grad])
+        self.flat = FlatParameters(named, self._mesh.group("dp"), ties=ties)
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
@@ -91,7 +94,8 @@ class Optimizer:
     def _norm(self) -> Tensor:
         """The norm of the gradient of the whole model; what several ranks have copies of counts once."""
         counted = [_gradient(master) for span, master in zip(self.flat.spans, self._masters, strict=True)
-                   if span.sharded or self._mesh.place["tp"] == 0]
+                   if (span.sharded or self._mesh.place["tp"] == 0)
+                   and (span.tied is None or dist.get_rank(span.sharers) == 0)]
         norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self.learning_rate)]
         total = torch.stack(list(norms)).square().sum()
         if self._mesh.everyone() is not None:
