@@ -1,22 +1,24 @@
 """Attention backends against the per-document formula: outputs and all gradients, padding and NaN included."""
 import pytest
 import torch
+from attentionkit import textbook_backward, textbook_forward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_batches import hand_batch
 from torch import Tensor
 
-from packgraph.ops.attention import AttentionMetadata, attention, attention_metadata, choose_backend
-from packgraph.ops.attention_varlen import zero_padding_gradient
+from packgraph.ops import attention_varlen
+from packgraph.ops.attention import attention, attention_metadata, choose_backend
 
 # both sides are float32 sums of at most 24 terms of size one in different order
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 
-def run(backend: str, tensors: list[Tensor], lengths: list[int], rows: int, grad: Tensor) -> list[Tensor]:
+def run(backend: str, tensors: list[Tensor], lengths: list[int], rows: int, grad: Tensor, attend=attention
+        ) -> list[Tensor]:
     batch = hand_batch([[1] * length for length in lengths], rows, len(lengths) + 2)
     leaves = [x.clone().requires_grad_() for x in tensors]
-    out = attention(*leaves, attention_metadata(batch, backend), scale=None)
+    out = attend(*leaves, attention_metadata(batch, backend), scale=None)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -71,18 +73,6 @@ def test_scale_is_applied():
     torch.testing.assert_close(*results, **TOLERANCE)
 
 
-def test_zero_padding_gradient_is_the_identity_with_clean_gradients():
-    padding = torch.tensor([False, True])
-    x, y = (torch.randn(2, 1, 3, requires_grad=True) for _ in range(2))
-    first, second = zero_padding_gradient(padding, x, y)
-    assert torch.equal(first, x) and torch.equal(second, y)
-    grad = torch.ones(2, 1, 3)
-    grad[1] = float("nan")
-    torch.autograd.backward([first, second], [grad, 2 * grad])
-    assert torch.equal(x.grad, torch.tensor([1.0, 0.0])[:, None, None].expand(2, 1, 3))
-    assert torch.equal(y.grad, 2 * x.grad)
-
-
 def test_metadata_holds_a_mask_only_where_one_is_read():
     batch = hand_batch([[1, 1], [1]], 4, 3)
     meta = attention_metadata(batch, "sdpa")
@@ -92,10 +82,16 @@ def test_metadata_holds_a_mask_only_where_one_is_read():
     assert meta.longest == 4
 
 
-def test_backend_follows_device_and_dtype():
-    assert choose_backend(torch.device("cpu"), torch.bfloat16) == "sdpa"
-    assert choose_backend(torch.device("cuda"), torch.bfloat16) == "varlen"
-    assert choose_backend(torch.device("cuda"), torch.float32) == "sdpa"
+def test_backend_follows_device_dtype_and_head_sizes(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr("packgraph.ops.attention.flash_problems", lambda *facts: ["flash-attn-4 is not installed"])
+    assert choose_backend(torch.device("cpu"), torch.bfloat16, 64, 64).name == "sdpa"
+    assert choose_backend(cuda, torch.bfloat16, 128, 128) == ("varlen", "no flash: flash-attn-4 is not installed")
+    assert choose_backend(cuda, torch.bfloat16, 192, 128).name == "varlen"
+    assert choose_backend(cuda, torch.float32, 128, 128).name == "sdpa"
+    assert "head_dim is 20" in choose_backend(cuda, torch.bfloat16, 20, 20).reason
+    monkeypatch.setattr("packgraph.ops.attention.flash_problems", lambda *facts: [])
+    assert str(choose_backend(cuda, torch.bfloat16, 192, 128)) == "flash"
 
 
 def test_shapes_that_do_not_fit_are_named():
@@ -107,49 +103,43 @@ def test_shapes_that_do_not_fit_are_named():
         attention(q[:2], k[:2], v[:2], meta)
 
 
-class _UnwrittenTails(torch.autograd.Function):
-    """Stands in for the CUDA kernel: one head size, and rows of padding hold NaN in the output and all gradients."""
+@pytest.fixture
+def varlen(monkeypatch) -> None:
+    """The CUDA kernel's place taken by the textbook: one head size, rows of padding unwritten in all that it makes."""
+    def forward(q, k, v, cu_seqlens, longest, scale):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and longest == q.shape[0]
+        return textbook_forward(q, k, v, cu_seqlens, scale)
 
-    @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, scale):
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-        ctx.save_for_backward(q, k, v, cu_seqlens)
-        ctx.scale = scale
-        return _UnwrittenTails.compute(q, k, v, cu_seqlens, scale)
+    def backward(grad, q, k, v, out, lse, cu_seqlens, longest, scale):
+        assert torch.isfinite(grad).all() and longest == q.shape[0]
+        return textbook_backward(grad, q, k, v, cu_seqlens, scale)
 
-    @staticmethod
-    def compute(q, k, v, cu_seqlens, scale):
-        meta = AttentionMetadata(cu_seqlens, torch.empty(q.shape[0]), None, q.shape[0], "naive")
-        return _UnwrittenTails.spoil(attention(q, k, v, meta, scale=scale), cu_seqlens)
-
-    @staticmethod
-    def spoil(x, cu_seqlens):
-        return x.index_fill(0, torch.arange(int(cu_seqlens[-1]), x.shape[0]), float("nan"))
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, cu_seqlens = ctx.saved_tensors
-        assert torch.isfinite(grad).all()
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        with torch.enable_grad():
-            _UnwrittenTails.compute(*leaves, cu_seqlens, ctx.scale).backward(grad)
-        return (*(_UnwrittenTails.spoil(leaf.grad, cu_seqlens) for leaf in leaves), None, None)
+    monkeypatch.setattr(attention_varlen, "_launch_forward", forward)
+    monkeypatch.setattr(attention_varlen, "_launch_backward", backward)
+    monkeypatch.setattr(attention_varlen, "_check_supported", lambda q, v: None)
 
 
 @pytest.mark.parametrize("value_dim", [8, 4])
-def test_varlen_cleans_what_its_kernel_leaves_unwritten(monkeypatch, value_dim):
-    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-        assert cu_q is cu_k and max_q == max_k == 16 and window_size == (-1, 0) and enable_gqa
-        return _UnwrittenTails.apply(q, k, v, cu_q, scale)
-
-    monkeypatch.setattr("packgraph.ops.attention_varlen.varlen_attn", kernel)
-    monkeypatch.setattr("packgraph.ops.attention_varlen._SAYS_GQA", True)
-    monkeypatch.setattr("packgraph.ops.attention_varlen._check_supported", lambda q, v: None)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_varlen_cleans_what_its_kernel_leaves_unwritten(varlen, value_dim, compiled):
+    torch._dynamo.reset()
+    attend = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
     q, k, v, grad = random_inputs(16, 2, 3, 8, value_dim, seed=4)
-    expected = run("naive", [q, k, v], [5, 0, 6], 16, grad)
-    for ours, theirs in zip(run("varlen", [q, k, v], [5, 0, 6], 16, grad), expected):
+    grad[11:] = float("nan")
+    expected = run("naive", [q, k, v], [5, 0, 6], 16, grad.nan_to_num())
+    for ours, theirs in zip(run("varlen", [q, k, v], [5, 0, 6], 16, grad, attend), expected):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
         assert (ours[11:] == 0).all()
+
+
+def test_varlen_kernels_are_called_as_this_torch_declares_them():
+    """The kernel itself needs CUDA; that its schema takes the arguments does not."""
+    q = torch.empty(8, 2, 8, device="meta", dtype=torch.bfloat16)
+    boundaries = torch.empty(3, device="meta", dtype=torch.int32)
+    out, lse = attention_varlen._launch_forward(q, q, q, boundaries, 8, 0.5)
+    assert (out.shape, lse.dtype) == (q.shape, torch.float32)
+    gradients = attention_varlen._launch_backward(out, q, q, q, out, lse, boundaries, 8, 0.5)
+    assert [x.shape for x in gradients] == [q.shape] * 3
 
 
 def test_varlen_says_why_it_cannot_run_here():

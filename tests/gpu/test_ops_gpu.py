@@ -4,7 +4,8 @@ import torch
 from model_batches import hand_batch
 from torch import Tensor
 
-from packgraph.ops.attention import attention, attention_metadata
+from packgraph.ops.attention import attention, attention_metadata, choose_backend
+from packgraph.ops.attention_flash import flash_problems
 from packgraph.ops.loss import linear_cross_entropy, naive_linear_cross_entropy
 from packgraph.ops.norm import naive_rms_norm, rms_norm
 
@@ -16,8 +17,8 @@ RELATIVE = 0.03
 LENGTHS = [37, 0, 128, 1, 60]
 
 
-def on_cuda(lengths: list[int], rows: int):
-    batch = hand_batch([[1] * length for length in lengths], rows, 8)
+def on_cuda(lengths: list[int], rows: int, documents: int = 8):
+    batch = hand_batch([[1] * length for length in lengths], rows, documents)
     tensors = {name: value.cuda() for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return type(batch)(capacity=batch.capacity, **tensors)
 
@@ -34,10 +35,17 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
     assert (ours.float() - theirs.float()).norm() <= RELATIVE * theirs.float().norm() + 1e-6
 
 
+def skip_unless_it_runs(backend: str, dim: int = 64, value_dim: int = 64) -> None:
+    problems = flash_problems(torch.device("cuda", 0), torch.bfloat16, dim, value_dim) if backend == "flash" else []
+    if problems:
+        pytest.skip("; ".join(problems))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"),
                          [(4, 4, 64, 64), (8, 2, 128, 128), (4, 4, 192, 128), (2, 1, 16, 16)])
-@pytest.mark.parametrize("backend", ["varlen", "sdpa"])
+@pytest.mark.parametrize("backend", ["flash", "varlen", "sdpa"])
 def test_attention_equals_naive(backend, heads, kv_heads, dim, value_dim):
+    skip_unless_it_runs(backend, dim, value_dim)
     torch.manual_seed(0)
     batch, rows, used = on_cuda(LENGTHS, 256), 256, sum(LENGTHS)
     shapes = [(rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, value_dim), (rows, heads, value_dim)]
@@ -50,17 +58,40 @@ def test_attention_equals_naive(backend, heads, kv_heads, dim, value_dim):
         assert (ours[used:] == 0).all()
 
 
-def test_varlen_replays_with_new_boundaries():
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_compiled_attention_equals_eager(backend):
+    skip_unless_it_runs(backend)
+    torch.manual_seed(0)
+    batch = on_cuda(LENGTHS, 256)
+    q, k, v, grad = (torch.randn(256, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    compiled = torch.compile(attention, fullgraph=True, dynamic=False)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = compiled(*leaves, attention_metadata(batch, backend))
+    out.backward(grad)
+    expected = attend(backend, [q, k, v], grad, batch)
+    assert torch.equal(out, expected[0])
+    for leaf, theirs in zip(leaves, expected[1:]):
+        assert_near(leaf.grad, theirs)
+
+
+def test_fastest_backend_is_chosen():
+    skip_unless_it_runs("flash", 128, 128)
+    assert choose_backend(torch.device("cuda", 0), torch.bfloat16, 128, 128) == ("flash", "")
+
+
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_attention_replays_with_new_boundaries(backend):
+    skip_unless_it_runs(backend)
     torch.manual_seed(0)
     static = on_cuda(LENGTHS, 256)
     q, k, v, grad = (torch.randn(256, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        attend("varlen", [q, k, v], grad, static)
+        attend(backend, [q, k, v], grad, static)
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph, stream=stream):
-        captured = attend("varlen", [q, k, v], grad, static)
+        captured = attend(backend, [q, k, v], grad, static)
     for lengths in ([256], [100, 100], [], [1, 2, 3, 4], LENGTHS):
         new = on_cuda(lengths, 256)
         for name in ("cu_seqlens", "padding_mask", "document_ids"):
@@ -68,10 +99,30 @@ def test_varlen_replays_with_new_boundaries():
         for tensor in captured:
             tensor.fill_(float("nan"))
         graph.replay()
-        eager = attend("varlen", [q, k, v], grad, new)
+        eager = attend(backend, [q, k, v], grad, new)
         assert torch.equal(captured[0], eager[0])
         for ours, theirs in zip(captured[1:], eager[1:]):
             assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(8, 2, 128, 128), (4, 4, 192, 128)])
+def test_deterministic_flash_does_not_depend_on_the_capacity(heads, kv_heads, dim, value_dim):
+    """At 64 or 256 documents and the longest possible one, bit for bit what a tight capacity gives."""
+    skip_unless_it_runs("flash", dim, value_dim)
+    torch.manual_seed(0)
+    lengths, rows = [300, 1, 511, 128], 1024
+    shapes = [(rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, value_dim), (rows, heads, value_dim)]
+    q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    results = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for documents in (4, 64, 256):
+            batch = on_cuda(lengths, rows, documents)
+            results += [attend("flash", [q, k, v], grad, batch) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in results[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, results[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

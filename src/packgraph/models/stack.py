@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from packgraph.models.config import DenseConfig
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
-from packgraph.ops.attention import attention_metadata, choose_backend
+from packgraph.ops.attention import BackendChoice, attention_metadata, choose_backend
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
@@ -96,7 +96,7 @@ class DecoderStack(nn.Module):
             batch.tokens, batch.padding_mask, self.embed_tokens.weight, split_rows=self.split_rows)
         rotary = self.rotary(batch.position_ids, hidden.dtype)
         return {**state, "hidden": hidden, "rotary": rotary,
-                "attention": attention_metadata(batch, self._backend(hidden))}
+                "attention": attention_metadata(batch, self.attention_choice(hidden.dtype).name)}
 
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the loss is left in the state."""
@@ -125,13 +125,18 @@ class DecoderStack(nn.Module):
                 elif isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
 
-    def _backend(self, hidden: Tensor) -> str:
+    def attention_choice(self, dtype: torch.dtype | None = None) -> BackendChoice:
+        """The attention backend of calls made now, and why it is no faster one.
+
+        dtype: of the hidden states, where autocast does not say another; None takes that of the parameters.
+        """
         if self.config.attention_backend != "auto":
-            return self.config.attention_backend
-        device, dtype = hidden.device, hidden.dtype
+            return BackendChoice(self.config.attention_backend, "asked for")
+        device = self.rotary.inv_freq.device
+        dtype = next(self.parameters()).dtype if dtype is None else dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        return choose_backend(device, dtype)
+        return choose_backend(device, dtype, self.config.head_dim, self.config.head_dim)
 
     def extra_repr(self) -> str:
         fields: dict[str, Any] = vars(self.config)

@@ -3,33 +3,57 @@
     documents   |--- A ---|-- B --|- C -|..padding..|   a row sees the earlier rows of its own document only
 
 A backend is a function (q, k, v, meta, scale) -> out in a file of its own; BACKENDS names them. `naive` is
-the specification and reads boundaries on the host; the others can be captured. All give exact zeros in
-padding, in the output and in the gradients, whatever the padding rows of q, k and v held.
+the specification and reads boundaries on the host; the others can be captured, and torch.compile sees one
+graph around each. All give exact zeros in padding, in the output and in the gradients, whatever the padding
+rows of q, k and v held.
+
+    flash    flash-attn-4, if it is installed and knows the device and the head sizes   CUDA, bfloat16, float16
+    varlen   torch's own kernel                                                         CUDA, bfloat16, float16
+    sdpa     torch's SDPA with a [T, T] mask                                            everywhere
 """
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from packgraph.ops.attention_flash import flash_attention, flash_problems
 from packgraph.ops.attention_metadata import AttentionMetadata, attention_metadata
 from packgraph.ops.attention_naive import naive_attention
 from packgraph.ops.attention_sdpa import sdpa_attention
-from packgraph.ops.attention_varlen import varlen_attention
+from packgraph.ops.attention_varlen import varlen_attention, varlen_problems
 
-__all__ = ["BACKENDS", "AttentionMetadata", "attention", "attention_metadata", "choose_backend"]
+__all__ = ["BACKENDS", "AttentionMetadata", "BackendChoice", "attention", "attention_metadata", "choose_backend"]
 
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None], Tensor]
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {"naive": naive_attention, "sdpa": sdpa_attention, "varlen": varlen_attention}
+    {"naive": naive_attention, "sdpa": sdpa_attention, "varlen": varlen_attention, "flash": flash_attention}
 )
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Name of the fastest backend for tensors of `dtype` on `device`."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        return "varlen"
-    return "sdpa"
+class BackendChoice(NamedTuple):
+    """The backend for a model. name: of BACKENDS. reason: why no faster one was taken; empty when it is the fastest."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})" if self.reason else self.name
+
+
+# A constant for compiled code: nothing that it looks at changes while a process runs.
+@torch.compiler.assume_constant_result
+def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> BackendChoice:
+    """The fastest backend that can run q and k [T, heads, head_dim] and v [T, heads, value_dim] of `dtype`."""
+    problems = flash_problems(device, dtype, head_dim, value_dim)
+    if not problems:
+        return BackendChoice("flash", "")
+    why = "no flash: " + "; ".join(problems)
+    missing = varlen_problems(device, dtype, head_dim, value_dim)
+    if not missing:
+        return BackendChoice("varlen", why)
+    return BackendChoice("sdpa", why if device.type != "cuda" else f"{why}; no varlen: {'; '.join(missing)}")
 
 
 def attention(

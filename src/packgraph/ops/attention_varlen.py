@@ -1,73 +1,115 @@
-"""Attention by torch's varlen kernel (FlashAttention): cost follows the documents, not the capacity.
+"""Attention by torch's varlen kernel (FlashAttention 2): cost follows the documents, not the capacity.
 
     rows  0 .. cu_seqlens[-1]      the documents: computed
           cu_seqlens[-1] .. T      padding: the kernel leaves these rows of out, dq, dk and dv UNWRITTEN
 
 The unwritten rows may hold anything, NaN included, and NaN times a zero gradient is NaN in every weight
-gradient. So they are set to zero: in the output by masked_fill, in the gradients by a function that is the
-identity forwards.
+gradient. So they are set to zero, in the output and in all gradients, those that come in included. What the
+rows of padding in q, k and v hold does not matter: the kernel clears what lies behind the end of a document.
+
+The two operations are what `torch.nn.attention.varlen` wraps (the arguments are the same), without what that
+adds to every call: a random state for a dropout that is never there, and zero gradients for two outputs that
+nobody uses. torch.compile sees one graph around them.
 """
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from packgraph.ops.attention_metadata import AttentionMetadata
 
-CAUSAL = (-1, 0)  # a tuple: the kernel's wrapper compares with `== (-1, 0)` and a list would lose causality
 MAX_HEAD_DIM = 256
-# torch 2.11 accepts fewer key heads than query heads silently; from 2.12 on it must be said
-_SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-class _ZeroPaddingGradient(torch.autograd.Function):
-    """Identity whose gradient is zero in the rows of padding, whatever came in there."""
-
-    @staticmethod
-    def forward(ctx: Any, padding: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(padding)
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (padding,) = ctx.saved_tensors
-        return (None, *(grad.masked_fill(padding, 0.0) for grad in grads))
-
-
-def zero_padding_gradient(padding_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return `tensors` ([T, H, D] each); their gradients become zero where `padding_mask` (bool [T])."""
-    return _ZeroPaddingGradient.apply(padding_mask[:, None, None], *tensors)
+_WINDOW = {"window_size_left": -1, "window_size_right": 0}  # everything before, nothing after
 
 
 def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
 ) -> Tensor:
-    """Attention by varlen_attn. Shapes as in `attention`; CUDA, bfloat16 or float16."""
+    """Attention by torch's kernel. Shapes as in `attention`; CUDA, bfloat16 or float16."""
     _check_supported(q, v)
-    q, k, v = zero_padding_gradient(meta.padding_mask, q, k, v)
     value_dim = v.shape[-1]
     if value_dim < q.shape[-1]:  # the kernel knows one head size; zero columns come out as zero columns
         v = F.pad(v, (0, q.shape[-1] - value_dim))
-    gqa: dict[str, Any] = {"enable_gqa": True} if _SAYS_GQA and q.shape[1] != k.shape[1] else {}
-    bounds = (meta.cu_seqlens, meta.cu_seqlens, meta.longest, meta.longest)
-    out = varlen_attn(q, k, v, *bounds, scale=scale, window_size=CAUSAL, **gqa)
-    assert isinstance(out, Tensor)  # a tuple only when auxiliary outputs are asked for
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, _ = _forward(q, k, v, meta.cu_seqlens, meta.padding_mask, meta.longest, scale)
     return out[..., :value_dim].masked_fill(meta.padding_mask[:, None, None], 0.0)
 
 
-def _check_supported(q: Tensor, v: Tensor) -> None:
+def varlen_problems(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> list[str]:
+    """Every reason why torch's kernel cannot serve tensors like these; none if it can."""
     reasons = []
-    if q.device.type != "cuda":
-        reasons.append(f"the tensors are on {q.device}")
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        reasons.append(f"the dtype is {q.dtype}, not bfloat16 or float16")
-    if q.shape[-1] % 8 or q.shape[-1] > MAX_HEAD_DIM:
-        reasons.append(f"head_dim is {q.shape[-1]}, not a multiple of 8 up to {MAX_HEAD_DIM}")
-    if v.shape[-1] > q.shape[-1]:
-        reasons.append(f"values ({v.shape[-1]}) are wider than queries ({q.shape[-1]})")
+    if device.type != "cuda":
+        reasons.append(f"the tensors are on {device}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"the dtype is {dtype}, not bfloat16 or float16")
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        reasons.append(f"head_dim is {head_dim}, not a multiple of 8 up to {MAX_HEAD_DIM}")
+    if value_dim > head_dim:
+        reasons.append(f"values ({value_dim}) are wider than queries ({head_dim})")
+    return reasons
+
+
+def _check_supported(q: Tensor, v: Tensor) -> None:
+    reasons = varlen_problems(q.device, q.dtype, q.shape[-1], v.shape[-1])
     if reasons:
         text = "; ".join(reasons)
         raise ValueError(f"attention backend 'varlen' cannot run: {text}. Use attention_backend='sdpa'.")
+
+
+def _launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
+                    ) -> tuple[Tensor, Tensor]:
+    """The kernel: out and log-sum-exp."""
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, False, scale=scale, **_WINDOW)
+    return found[0], found[1]
+
+
+def _launch_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+                     longest: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel: dq, dk, dv. Repeats bitwise when deterministic algorithms are on: torch looks that up itself."""
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, longest, longest, 0.0, True, *no_dropout, scale=scale,
+        **_WINDOW)
+
+
+@torch.library.custom_op("packgraph::varlen_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tensor, longest: int, scale: float
+             ) -> tuple[Tensor, Tensor]:
+    """out, shaped as q, and log-sum-exp float32 [Hq, T]; neither is written in padding (which is for the backward)."""
+    return _launch_forward(q, k, v, cu_seqlens, longest, scale)
+
+
+@_forward.register_fake
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tensor, longest: int, scale: float
+                    ) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("packgraph::varlen_attention_backward", mutates_args=())
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+              longest: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, shaped as q, k and v; not written in padding."""
+    return _launch_backward(grad.contiguous(), q, k, v, out, lse, cu_seqlens, longest, scale)
+
+
+@_backward.register_fake
+def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+                     longest: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, padding, ctx.longest, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, padding)
+    ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp, whose gradient nobody has
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    *saved, cu_seqlens, padding = ctx.saved_tensors
+    gradients = _backward(grad, *saved, cu_seqlens, ctx.longest, ctx.scale)
+    return (*(x.masked_fill(padding[:, None, None], 0.0) for x in gradients), None, None, None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

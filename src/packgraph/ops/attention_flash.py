@@ -1,0 +1,183 @@
+"""Attention by flash-attn-4 (`flash_attn.cute`): the fastest kernels on Hopper and Blackwell, compiled at first use.
+
+    rows  0 .. cu_seqlens[-1]     the documents: computed
+          cu_seqlens[-1] .. T     padding: the kernels leave these rows of the output and all gradients UNWRITTEN
+
+    and a tile that crosses the end of a document READS the rows behind it: the next document's, or padding. Their
+    probability is 0, but 0 times NaN is NaN. So padding is set to zero on the way in too, gradients included.
+
+The kernels are two custom operations with shapes known beforehand, so that torch.compile sees one graph around them.
+All that varies is on the device; `longest` is a host bound and `cu_seqlens` has the capacity's length. The library
+compiles a kernel for each set of head sizes, dtype and flags when it is first called (seconds): a call before a capture
+(a warm-up step, a rehearsal) does that.
+
+Interface: flash-attn-4 4.0.0b36, https://github.com/Dao-AILab/flash-attention (BSD-3). Its autograd function is not
+used, since torch.compile cannot look into it; the functions below it are called instead.
+"""
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packgraph.ops.attention_metadata import AttentionMetadata
+
+DTYPES = (torch.bfloat16, torch.float16)
+HOPPER, BLACKWELL = 9, (10, 11)  # major compute capabilities
+_MODULE = "flash_attn.cute.interface"
+_FORWARD_NEEDS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal",
+                  "return_lse", "out", "lse"}
+_BACKWARD_NEEDS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal",
+                   "deterministic", "dq", "dk", "dv"}
+
+
+class Kernels(NamedTuple):
+    """The functions of flash-attn-4 that launch kernels and know nothing of autograd."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+class Library(NamedTuple):
+    """flash-attn-4 as it was found: its kernels, or why there are none."""
+
+    kernels: Kernels | None
+    reason: str | None
+
+
+@functools.cache
+def library() -> Library:
+    """Import flash-attn-4, once per process (about a second)."""
+    try:
+        module = importlib.import_module(_MODULE)
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("flash_attn")
+        why = "flash-attn-4 is not installed" if absent else f"flash-attn-4 cannot be imported ({error})"
+        return Library(None, why)
+    forward, backward = (getattr(module, name, _absent) for name in ("_flash_attn_fwd", "_flash_attn_bwd"))
+    missing = (_FORWARD_NEEDS - set(inspect.signature(forward).parameters)) | (
+        _BACKWARD_NEEDS - set(inspect.signature(backward).parameters))
+    if missing:
+        return Library(None, "this version of flash-attn-4 has another interface (4.0.0b36 is known to work): its "
+                             f"functions do not take {', '.join(sorted(missing))}")
+    return Library(Kernels(forward, backward), None)
+
+
+def _absent() -> None:
+    """Stands for a function that the library does not have: it takes nothing that is needed."""
+
+
+def flash_problems(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> list[str]:
+    """Every reason why flash-attn-4 cannot serve tensors like these; none if it can."""
+    if device.type != "cuda":
+        return [f"the tensors are on {device}"]
+    reasons = [] if dtype in DTYPES else [f"the dtype is {dtype}, not bfloat16 or float16"]
+    major = torch.cuda.get_device_capability(device)[0]
+    if major != HOPPER and major not in BLACKWELL:
+        reasons.append(f"the device has compute capability {major}.x, not 9.x, 10.x or 11.x")
+    elif not _knows_sizes(major, head_dim, value_dim):
+        reasons.append(f"head sizes {head_dim} (keys) and {value_dim} (values) have no kernel for compute capability "
+                       f"{major}.x")
+    if not reasons and (reason := library().reason) is not None:
+        reasons.append(reason)
+    return reasons
+
+
+def _knows_sizes(major: int, head_dim: int, value_dim: int) -> bool:
+    if head_dim % 8 or value_dim % 8:
+        return False
+    most = 256 if major == HOPPER else 128
+    known = major != HOPPER and (head_dim, value_dim) in ((192, 128), (256, 256))
+    return known or (8 <= head_dim <= most and 8 <= value_dim <= most)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None) -> Tensor:
+    """Attention by flash-attn-4. Shapes as in `attention`; CUDA, bfloat16 or float16.
+
+    The backward repeats bitwise, and does not depend on the capacity, when deterministic algorithms are on.
+    Raises ValueError where it cannot run, with all reasons.
+    """
+    _check_supported(q, v)
+    padding = meta.padding_mask[:, None, None]
+    q, k, v = (x.masked_fill(padding, 0.0) for x in (q, k, v))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _forward(q, k, v, meta.cu_seqlens, meta.padding_mask, meta.longest, scale, deterministic)[0]
+
+
+def _check_supported(q: Tensor, v: Tensor) -> None:
+    reasons = _problems_of(q.device, q.dtype, q.shape[-1], v.shape[-1])
+    if reasons:
+        raise ValueError(f"attention backend 'flash' cannot run: {'; '.join(reasons)}. Use attention_backend='auto'.")
+
+
+@torch.compiler.assume_constant_result
+def _problems_of(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> tuple[str, ...]:
+    return tuple(flash_problems(device, dtype, head_dim, value_dim))
+
+
+@torch.library.custom_op("packgraph::flash_attention", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tensor, longest: int, scale: float,
+             deterministic: bool) -> tuple[Tensor, Tensor]:
+    """out [T, Hq, Dv], zero in padding; log-sum-exp float32 [Hq, T], not written in padding.
+
+    padding and deterministic are for the backward.
+    """
+    kernels = _kernels()
+    # Zeroed beforehand and not masked afterwards: that would read and write it all once more.
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    kernels.forward(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest,
+                    max_seqlen_k=longest, softmax_scale=scale, causal=True, return_lse=True, out=out, lse=lse)
+    return out, lse
+
+
+@_forward.register_fake
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tensor, longest: int, scale: float,
+                    deterministic: bool) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("packgraph::flash_attention_backward", mutates_args=())
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+              longest: int, scale: float, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, shaped as q, k and v; not written in padding."""
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    _kernels().backward(q, k, v, out, grad.contiguous(), lse, softmax_scale=scale, causal=True,
+                        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
+                        deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+                     longest: int, scale: float, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, padding, ctx.longest, ctx.scale, ctx.deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, padding)
+    ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp, whose gradient nobody has
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, cu_seqlens, padding = ctx.saved_tensors
+    grad = grad.masked_fill(padding[:, None, None], 0.0)
+    gradients = _backward(grad, q, k, v, out, lse, cu_seqlens, ctx.longest, ctx.scale, ctx.deterministic)
+    return (*gradients, None, None, None, None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _kernels() -> Kernels:
+    kernels, reason = library()
+    if kernels is None:
+        raise RuntimeError(f"flash-attn-4 was asked to run: {reason}")
+    return kernels
