@@ -131,27 +131,35 @@ class FlatParameters:
         for member in self.members():
             member.parameter.grad = member.gradient
 
-    def overlap(self, loss: Tensor) -> None:
-        """Reduce spans while the backward of `loss`, the last one of the step, is running."""
+    def overlap(self, output: Tensor, settled: Iterable[Tensor] | None = None) -> None:
+        """Reduce spans while the backward of `output` is running.
+
+        settled: parameters that no later backward of the step adds to; None = all, this backward is the last one. A
+        rank with several chunks calls it before the last backward of each.
+        """
         if self.group is None:
             return
-        accumulating = list(_accumulating_nodes(loss))
-        self.expect([parameter for _, parameters in accumulating for parameter in parameters])
+        accumulating = list(_accumulating_nodes(output))
+        self.expect([parameter for _, parameters in accumulating for parameter in parameters], settled)
         for node, parameters in accumulating:
             self._handles.append(node.register_hook(_after(self.ready, parameters)))
 
-    def expect(self, parameters: Sequence[Tensor]) -> None:
-        """Say which gradients the last backward will still add to; `ready` must follow for each."""
-        self._expected = [set() for _ in self.spans]
-        for parameter in parameters:
-            if id(parameter) in self._span_of:
-                self._expected[self._span_of[id(parameter)]].add(id(parameter))
+    def expect(self, parameters: Iterable[Tensor], settled: Iterable[Tensor] | None = None) -> None:
+        """Say which gradients of `settled` (None = all) the coming backward will still add to.
+
+        `ready` must follow for each of them; the gradients of the others are final already.
+        """
+        if not self._expected:  # the first time in a step
+            self._expected = [{id(member.parameter) for member in span.members} for span in self.spans]
+        awaited = {id(parameter) for parameter in parameters}
+        for parameter in [member.parameter for member in self.members()] if settled is None else settled:
+            if id(parameter) not in awaited:
+                self._discard(parameter)
 
     def ready(self, parameters: Sequence[Tensor]) -> None:
         """Say that these gradients of the step are final; starts to reduce spans that are complete by it."""
         for parameter in parameters:
-            if id(parameter) in self._span_of:
-                self._expected[self._span_of[id(parameter)]].discard(id(parameter))
+            self._discard(parameter)
         # In order, so that all ranks send the same span at the same time whatever each of them finished first.
         while self._launched < len(self.spans) and not self._expected[self._launched]:
             self._launch()
@@ -184,6 +192,10 @@ class FlatParameters:
     def launched(self) -> int:
         """Spans of this step that are on their way already."""
         return self._launched
+
+    def _discard(self, parameter: Tensor) -> None:
+        if id(parameter) in self._span_of:
+            self._expected[self._span_of[id(parameter)]].discard(id(parameter))
 
     def _launch(self) -> None:
         span = self.spans[self._launched]

@@ -5,7 +5,7 @@ graphs are captured at once, largest first, so that memory is the maximum over c
 pays for capture.
 """
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.options import GraphConfig
-from packgraph.train.step import accumulate
+from packgraph.train.step import BeforeLast, accumulate
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Executor:
             return graphed(batch, tokens_in_step)
 
     def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
-                 before_last: Callable[[Tensor], None] | None = None) -> Tensor:
+                 before_last: BeforeLast | None = None) -> Tensor:
         """Forward and backward of all microbatches of a step; see `step.accumulate`."""
         return accumulate(self.loss, batches, self._device, loss_tokens=loss_tokens, before_last=before_last)
 

@@ -4,7 +4,7 @@ The number of slots is what the schedule needs for any number of microbatches; a
 the warm-up steps. With granularity `step` the whole schedule of this rank is one graph where that can be.
 """
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from packgraph.plan.slots import slot_counts
 from packgraph.plan.stages import Staged
 from packgraph.train.executor import Executor, sample_batch
 from packgraph.train.options import GraphConfig, TrainConfig
+from packgraph.train.step import BeforeLast
 
 OFF = "graphs are off"
 
@@ -40,23 +41,30 @@ class StageExecutor(Executor):
                   strict=options.strict, scope=_own_scope(chunk, options),
                   granularity="chunk" if options.granularity == "step" else options.granularity)
             for chunk, slots in zip(chunks, self._slots, strict=True)]
+        self._parameters = [list(chunk.parameters()) for chunk in chunks]
         self._pipeline = Pipeline(
             self._graphed, links, config.model.hidden_size, getattr(torch, config.run.dtype), device,
             whole_steps=options.granularity == "step" and options.enabled,
             row_parts=mesh.size("tp") if config.parallel.splits_rows else 1)
 
     def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
-                 before_last: Callable[[Tensor], None] | None = None) -> Tensor:
+                 before_last: BeforeLast | None = None) -> Tensor:
         """Forward and backward of all microbatches of a step; see `step.accumulate`.
 
-        before_last is not called: the last backward of a stage has no loss to hang it on.
+        before_last: called for each chunk, with the output whose backward is its last and the chunk's parameters; not
+        called where a whole step is one graph.
         """
         tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
         if not batches:  # a step with fewer packs than replicas: all ranks of this one have none
             return torch.zeros((), dtype=torch.float32, device=self._device)
+
+        def settle(chunk: int, output: Tensor) -> None:
+            assert before_last is not None
+            before_last(output, self._parameters[chunk])
+
         uploaded = [batch.to(self._device) for batch in batches]
         with self._bypass():
-            return self._pipeline.step(uploaded, tokens_in_step)
+            return self._pipeline.step(uploaded, tokens_in_step, None if before_last is None else settle)
 
     def _bypass(self) -> contextlib.AbstractContextManager[None]:
         if not self._options.enabled:

@@ -5,6 +5,7 @@ step do not depend on how its documents were packed. That count is known on the 
 host ints) and written to the device by a fill.
 """
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,12 @@ from torch import Tensor
 from packgraph.packing.batch import PackedBatch
 
 LossFunction = Callable[[PackedBatch, Tensor], Tensor]
+
+
+class BeforeLast(Protocol):
+    """Called before a backward that is the last one to add to the gradients of `settled` (None = all parameters)."""
+
+    def __call__(self, output: Tensor, settled: Sequence[Tensor] | None = None) -> None: ...
 
 
 def take_step(packs: Iterator[PackedBatch], tokens_per_step: int) -> list[PackedBatch]:
@@ -49,7 +56,7 @@ def count_loss_tokens(batches: Sequence[PackedBatch]) -> int:
 
 def accumulate(loss_function: LossFunction, batches: Sequence[PackedBatch], device: torch.device, *,
                in_flight: bool = False, loss_tokens: int | None = None,
-               before_last: Callable[[Tensor], None] | None = None) -> Tensor:
+               before_last: BeforeLast | None = None) -> Tensor:
     """Forward and backward of all microbatches of a step; gradients are added to `.grad`.
 
     batches: packs on the host; each is uploaded once. in_flight: run all forwards before the first backward (the
