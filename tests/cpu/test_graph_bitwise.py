@@ -5,6 +5,7 @@ from graphkit import Toy, differences, make_toy, poison_free_slots, toy_inputs, 
 from torch import nn
 
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.recorder import RecorderWindow
 from packgraph.graphs.slot import Slots
 
 SCOPES = [None, ["attn"], ["mlp"], ["attn", "mlp"], ["embed", "head"], ["embed", "attn", "head"], ["head"]]
@@ -55,6 +56,44 @@ def test_slots_sharing_one_pool_are_wrong_and_the_order_test_sees_it(monkeypatch
     eager = train(make_toy(layers=2), **options)
     monkeypatch.setattr(Slots, "acquire", acquire)
     assert differences(eager, train(graph(make_toy(layers=2), warmup=1), **options)) != []
+
+
+def test_what_forwards_leave_must_not_be_brief_and_the_order_test_sees_it(monkeypatch):
+    """Negative control: with forwards, too, in the memory that all slots share the same test must fail."""
+    capture = RecorderWindow.capture
+    options = {"steps": 5, "seed": 1, "sizes": (8,), "in_flight": 5}
+    eager = train(make_toy(layers=2), **options)
+    monkeypatch.setattr(RecorderWindow, "capture", lambda self, run, brief=False: capture(self, run, True))
+    assert differences(eager, train(graph(make_toy(layers=2), warmup=1), **options)) != []
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_lent_gradients_of_inputs_stay_whole(slots):
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    graphed = graph(module, warmup=0, slots=slots)
+    graphed.lends = True
+    for _ in range(4):
+        one, up = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+        other = one.detach().clone().requires_grad_()
+        graphed(one).backward(up)
+        module(other).backward(up)
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_another_slot_costs_no_second_memory_for_backwards():
+    sizes = []
+    for slots in (2, 5):
+        graphed = graph(make_toy(layers=2), warmup=0, slots=slots)
+        outs = [graphed(*toy_inputs(20)) for _ in range(slots)]
+        for out in outs:
+            toy_loss(out).backward()
+        sizes.append(graphed.stats.pool_bytes)
+        shared = graphed._slots.shared.nbytes()
+        assert shared > 0 and {slot.pool.nbytes() for slot in graphed._slots.all} == {(sizes[-1] - shared) // slots}
+    single = graph(make_toy(layers=2), warmup=0, slots=1)
+    toy_loss(single(*toy_inputs(20))).backward()
+    assert single.stats.pool_bytes <= sizes[0] - shared
+    assert (sizes[1] - shared) * 2 == (sizes[0] - shared) * 5
 
 
 def test_modulo_slots_are_wrong_and_the_order_test_sees_it(monkeypatch):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from distkit import RankFailed, run_ranks
 
 import packgraph
+from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
 from packgraph.models.dense import DenseConfig, DenseModel
 from packgraph.parallel.flight import Flight
@@ -46,19 +47,29 @@ def microbatches(order, count):
 class SlowLinks(Links):
     """Sends begin some time after they were asked for, in order: what they send must stay untouched until then."""
 
+    def delay(self, direction):
+        return 0.002
+
     def send(self, tensor, stage, direction):
         workers = self.__dict__.setdefault("workers", {})
         worker = workers.setdefault(self.edge(stage, direction), ThreadPoolExecutor(max_workers=1))
         start = super().send
 
         def later():
-            time.sleep(0.002)
+            time.sleep(self.delay(direction))
             return start(tensor, stage, direction)
 
         future = worker.submit(later)
         transfer = SimpleNamespace(wait=lambda: future.result().wait())
         transfer.is_completed = lambda: future.done() and future.result().is_completed()
         return transfer
+
+
+class SlowGradients(SlowLinks):
+    """Rank 1 sends gradients when it has run another forward and backward."""
+
+    def delay(self, direction):
+        return 0.3 if self.rank == 1 and direction == "backward" else 0.0
 
 
 class SerialLinks(Links):
@@ -193,10 +204,19 @@ def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(mo
         under_way.append(self._sending)
         self.ticket.release()
 
-    eager = run("eager", 2, 1, COUNTS[:6])
+    eager = run("eager", 2, 1, COUNTS[:4])
     monkeypatch.setattr(Flight, "finish", finish)
     monkeypatch.setattr(Flight, "delivered", lambda self: True)
-    graphs = run("chunk", 2, 1, COUNTS[:6], slow=True, poison=True)
+    graphs = run("chunk", 2, 1, COUNTS[:4], slow=SlowGradients, poison=True)
+    with pytest.raises(AssertionError, match="differs at"):
+        assert_equal(eager, graphs)
+
+
+def test_gradients_left_in_the_memory_of_all_backwards_are_wrong_and_the_test_sees_it(monkeypatch):
+    """Negative control: what is sent must be in the slot, since the next backward writes over what is brief."""
+    eager = run("eager", 4, 1, COUNTS[:4])
+    monkeypatch.setattr(VariantBuild, "_landings", lambda self, forward: [])
+    graphs = run("chunk", 4, 1, COUNTS[:4], slow=SlowGradients, poison=True)
     with pytest.raises(AssertionError, match="differs at"):
         assert_equal(eager, graphs)
 

@@ -1,11 +1,13 @@
 """What a capture backend offers: one protocol for CUDA graphs and for the CPU recorder.
 
-A *pool* holds the temporary memory of one slot. A *window* is the capture of one variant into a pool: forward graphs
-of all regions in order, then backward graphs in reverse. While the window is open its tensors are ordinary tensors
-and keep their blocks for as long as someone holds them; after it closes every block belongs to the pool again and the
-next variant may use it. `static` gives a non-owning view of a tensor that stays valid for replays.
+A *pool* holds temporary memory. A *window* is the capture of one variant: forward graphs of all regions in order into
+the slot's own pool, then backward graphs in reverse. What a backward makes is gone when it ends, so all slots share one
+pool for that (`brief`); what must stay, a tensor from `allocate` in the slot's pool takes in. While the window is open
+its tensors are ordinary tensors and keep their blocks for as long as someone holds them; after it closes every block
+belongs to its pool again and the next variant may use it. `static` gives a non-owning view of a tensor that stays valid
+for replays.
 
-    with backend.window(pool) as window:
+    with backend.window(pool, brief, journal) as window:
         graph, out = window.capture(run)     # runs Python once; on CUDA nothing executes
         window.materialise()                 # out now holds data (an eager stage may read it)
         handle = window.static(out)
@@ -39,7 +41,7 @@ class Graph(Protocol):
 
 
 class Pool(Protocol):
-    """The memory that the graphs of one slot share."""
+    """Memory that graphs share: the forwards of one slot, or the backwards of all slots."""
 
     def nbytes(self) -> int:
         """Bytes reserved for the pool."""
@@ -51,7 +53,11 @@ class Pool(Protocol):
 class Window(Protocol):
     """The capture of one variant."""
 
-    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]: ...
+    def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[Graph, Result]:
+        """Capture `run`. brief: nothing it allocates is read after its replay and the copies made right behind it."""
+
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of the slot's pool in `like`'s form, for as long as the tensor is held."""
 
     def materialise(self) -> None: ...
 
@@ -71,7 +77,7 @@ class Backend(Protocol):
 
     def new_pool(self) -> Pool: ...
 
-    def window(self, pool: Any, journal: Journal) -> AbstractContextManager[Window]: ...
+    def window(self, pool: Any, brief: Any, journal: Journal) -> AbstractContextManager[Window]: ...
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Run eagerly what is about to be captured, if this backend needs it (lazy handles, compiled kernels)."""

@@ -213,9 +213,10 @@ class VariantBuild:
             wanted = [*leaves, *owned, *returned]
             # Autocast ends with the forward: its own operations know what they were cast to.
             with torch.autocast(self.slot.device.type, enabled=False):
+                landings = self._landings(forward)
                 region.backward, _ = self.window.capture(
-                    lambda: torch.autograd.backward(starts, gradients, inputs=wanted))
-            self._collect(forward, region, owned, returned)
+                    lambda: _backward(starts, gradients, wanted, landings), brief=True)
+            self._collect(forward, region, owned, returned, landings)
         for entry in region.inputs:
             entry.differentiable = entry.gradient is not None
         self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
@@ -255,8 +256,15 @@ class VariantBuild:
         alias.grad = buffer
         return buffer
 
-    def _collect(self, forward: _Forward, region: Region, owned: list[Any], returned: list[Any]) -> None:
+    def _landings(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs whose gradient is read later than right after the replay, with memory of the slot that takes it in."""
+        return [(leaf, self.window.allocate(leaf.detach())) for entry, leaf in zip(forward.inputs, forward.leaves,
+                strict=True) if leaf.requires_grad and entry.lend]
+
+    def _collect(self, forward: _Forward, region: Region, owned: list[Any], returned: list[Any],
+                 landings: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the gradients that the backward left on its leaves."""
+        landing_of = {id(leaf): landing for leaf, landing in landings}
         for alias in owned:
             alias.grad = None
         for alias in returned:
@@ -266,10 +274,21 @@ class VariantBuild:
         for entry, leaf, origin in zip(forward.inputs, forward.leaves, forward.origins, strict=True):
             if leaf.grad is None:
                 continue
-            entry.gradient = self.window.static(leaf.grad)
+            gradient = landing_of.get(id(leaf), leaf.grad)
+            entry.gradient = self.window.static(gradient)
             if origin.producer is not None:
-                self.arriving[(origin.producer, origin.number)].append((leaf.grad, entry.gradient))
+                self.arriving[(origin.producer, origin.number)].append((gradient, entry.gradient))
             leaf.grad = None
+
+
+def _backward(starts: list[Any], gradients: list[Any], wanted: list[Any],
+              landings: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """What a backward graph holds."""
+    torch.autograd.backward(starts, gradients, inputs=wanted)
+    with torch.no_grad():
+        for leaf, landing in landings:
+            if leaf.grad is not None:
+                landing.copy_(leaf.grad)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

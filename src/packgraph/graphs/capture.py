@@ -68,7 +68,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
-            aliased_parameters(program.module) as aliases, backend.window(slot.pool, journal) as window:
+            aliased_parameters(program.module) as aliases, backend.window(slot.pool, slot.brief, journal) as window:
         watched = ObservedProgram(program, effects)
         build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends)
         return build.capture(args, kwargs)

@@ -1,4 +1,4 @@
-"""The CUDA backend: `torch.cuda.CUDAGraph` with one private pool per slot.
+"""The CUDA backend: `torch.cuda.CUDAGraph` with private memory pools.
 
 Rules it keeps: `thread_local` capture mode, so that other threads (data loading, NCCL's watchdog) may go on; one
 capture stream per backend, since pool segments belong to a stream; every graph registers its random generators; a
@@ -6,6 +6,7 @@ failed capture is ended before the error leaves, so that the stream and the gene
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -14,11 +15,22 @@ from packgraph.graphs.guard import Journal
 
 
 class CudaPool:
-    """A private memory pool of the caching allocator."""
+    """A private memory pool of the caching allocator.
+
+    live: graphs that use it. The allocator forgets a pool without graphs, so the next capture needs a new handle.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.live = 0
         self.handle = torch.cuda.graph_pool_handle()
+
+    def enter(self) -> Any:
+        """The handle for another capture."""
+        if self.live == 0:
+            self.handle = torch.cuda.graph_pool_handle()
+        self.live += 1
+        return self.handle
 
     def segments(self) -> list[dict[str, int]]:
         """The allocator's segments of this pool."""
@@ -55,8 +67,9 @@ class CudaStatic:
 class CudaGraph:
     """One captured graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
+        self.pool = pool
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -69,21 +82,22 @@ class CudaGraph:
         if self.graph is not None:
             self.graph.reset()
             self.graph = None
+            self.pool.live -= 1
 
 
 class CudaWindow:
     """The capture of one variant."""
 
-    def __init__(self, backend: "CudaBackend", pool: CudaPool) -> None:
-        self.backend, self.pool = backend, pool
+    def __init__(self, backend: "CudaBackend", pool: CudaPool, brief: CudaPool) -> None:
+        self.backend, self.pool, self.brief = backend, pool, brief
         self.graphs: list[CudaGraph] = []
         self._waiting: list[CudaGraph] = []
 
-    def capture(self, run: Callable[[], Result]) -> tuple[CudaGraph, Result]:
+    def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[CudaGraph, Result]:
         """Capture the work that `run` launches; nothing executes."""
-        graph = self._new_graph()
+        graph, pool = self._new_graph(), self.brief if brief else self.pool
         with torch.cuda.stream(self.backend.stream):
-            graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.enter(), capture_error_mode="thread_local")
             ended = False
             try:
                 result = run()
@@ -91,13 +105,13 @@ class CudaWindow:
                 ended = True
             finally:
                 if not ended:
-                    self._abandon(graph)
-        holder = CudaGraph(graph)
+                    self._abandon(graph, pool)
+        holder = CudaGraph(graph, pool)
         self.graphs.append(holder)
         self._waiting.append(holder)
         return holder, result
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
         """End a capture that an error left open, so that the stream, allocator and generators are usable again.
 
         When the driver has voided the capture, ending it fails too, and torch then skips the rest of its own end:
@@ -108,13 +122,25 @@ class CudaWindow:
             graph.capture_end()
         except RuntimeError:
             index = self.backend.device.index
-            torch._C._cuda_endAllocateToPool(index, self.pool.handle)  # type: ignore[attr-defined]
-            torch._C._cuda_releasePool(index, self.pool.handle)  # type: ignore[attr-defined]
+            torch._C._cuda_endAllocateToPool(index, pool.handle)  # type: ignore[attr-defined]
+            torch._C._cuda_releasePool(index, pool.handle)  # type: ignore[attr-defined]
             small = self._new_graph()
             small.capture_begin(capture_error_mode="thread_local")
             self.backend.spare.zero_()
             small.capture_end()
         graph.reset()
+        pool.live -= 1
+
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of the slot's pool in `like`'s form. The pool must have a graph already."""
+        index, handle = self.backend.device.index, self.pool.handle
+        with torch.cuda.stream(self.backend.stream):
+            torch._C._cuda_beginAllocateCurrentThreadToPool(index, handle)  # type: ignore[attr-defined]
+            try:
+                return torch.empty_like(like)
+            finally:
+                torch._C._cuda_endAllocateToPool(index, handle)  # type: ignore[attr-defined]
+                torch._C._cuda_releasePool(index, handle)  # type: ignore[attr-defined]
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -152,9 +178,9 @@ class CudaBackend:
         return CudaPool(self.device)
 
     @contextlib.contextmanager
-    def window(self, pool: CudaPool, journal: Journal) -> Iterator[CudaWindow]:
-        """Open the capture of one variant into `pool`; on an error its graphs are freed."""
-        window = CudaWindow(self, pool)
+    def window(self, pool: CudaPool, brief: CudaPool, journal: Journal) -> Iterator[CudaWindow]:
+        """Open the capture of one variant into `pool`, brief memory into `brief`; on an error its graphs are freed."""
+        window = CudaWindow(self, pool, brief)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         done = False
         try:

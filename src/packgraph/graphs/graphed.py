@@ -89,7 +89,7 @@ class GraphedModule(Wrapper):
         self._closed = False
         self.lends = False
         slots_of_stats = self._slots  # not `self`: a module that holds itself is freed by the garbage collector only
-        self.stats = Stats(_pool_bytes=lambda: sum(slot.pool.nbytes() for slot in slots_of_stats.all))
+        self.stats = Stats(_pool_bytes=slots_of_stats.nbytes)
         self._refusal: Refusal | None = None
         self._seal()
         self._ask_for_refusal()

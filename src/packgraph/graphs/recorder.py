@@ -201,8 +201,9 @@ def _host_step(step: Any, pending: dict[int, Any]) -> None:
 class RecorderWindow:
     """The capture of one variant: all its graphs share one clock of births and deaths."""
 
-    def __init__(self, pool: RecorderPool, journal: Journal) -> None:
-        self.pool, self.journal = pool, journal
+    def __init__(self, pool: RecorderPool, brief: RecorderPool, journal: Journal) -> None:
+        self.pool, self.brief, self.journal = pool, brief, journal
+        self._is_brief = False
         self.clock = 0
         self.blocks: list[Block] = []
         self.block_of: dict[int, int] = {}
@@ -222,7 +223,7 @@ class RecorderWindow:
             if self.block_of.get(cdata) == number:
                 del self.block_of[cdata]
 
-        self.blocks.append(Block(storage.nbytes(), self.clock, weakref.ref(storage, died)))
+        self.blocks.append(Block(storage.nbytes(), self.clock, weakref.ref(storage, died), brief=self._is_brief))
         self.block_of[cdata] = number
 
     def transfer(self, work: Any) -> int:
@@ -266,11 +267,19 @@ class RecorderWindow:
     def materialise(self) -> None:
         """Nothing to do: capturing has executed the operations."""
 
-    def capture(self, run: Callable[[], Result]) -> tuple[RecorderGraph, Result]:
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of the slot's pool in `like`'s form."""
+        tensor = torch.empty_like(like)
+        self.own(tensor)
+        return tensor
+
+    def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[RecorderGraph, Result]:
         """Run and record `run`. Raises CaptureError at the user's line for what a graph cannot hold."""
         nodes: list[_Node] = []
+        self._is_brief = brief
         with _patched_host(self, nodes), HostReadGuard(None), _Recording(self, nodes):
             result = run()
+        self._is_brief = False
         graph = RecorderGraph(nodes)
         self._graphs.append(graph)
         return graph, result
@@ -279,7 +288,12 @@ class RecorderWindow:
         """Place all blocks, bind the graphs to them, and poison what the capture has computed."""
         if any(block.death is None for block in self.blocks):
             gc.collect()
-        places: list[Any] = list(self.pool.place(self.blocks))
+        places: list[Any] = [None] * len(self.blocks)
+        pool_of = {True: self.brief, False: self.pool}
+        for pool in dict.fromkeys((self.pool, self.brief)):
+            numbers = [number for number, block in enumerate(self.blocks) if pool_of[block.brief] is pool]
+            for number, found in zip(numbers, pool.place([self.blocks[n] for n in numbers]), strict=True):
+                places[number] = found
         for number, block in enumerate(self.blocks):
             storage = block.storage() if places[number] is None else None
             if storage is not None:
@@ -337,9 +351,9 @@ class RecorderBackend:
         return RecorderPool()
 
     @contextlib.contextmanager
-    def window(self, pool: RecorderPool, journal: Journal) -> Iterator[RecorderWindow]:
-        """Open the capture of one variant into `pool`."""
-        window = RecorderWindow(pool, journal)
+    def window(self, pool: RecorderPool, brief: RecorderPool, journal: Journal) -> Iterator[RecorderWindow]:
+        """Open the capture of one variant into `pool`, brief memory into `brief`."""
+        window = RecorderWindow(pool, brief, journal)
         yield window
         window.close()
 

@@ -21,12 +21,16 @@ POISON = 0xFF
 
 @dataclass
 class Block:
-    """One storage. birth, death: ticks of the window's clock (death None = still referenced)."""
+    """One storage. birth, death: ticks of the window's clock (death None = still referenced).
+
+    brief: made by a capture after which nothing reads it.
+    """
 
     nbytes: int
     birth: int
     storage: "weakref.ref[torch.UntypedStorage]"
     death: int | None = None
+    brief: bool = False
 
 
 @dataclass

@@ -2,10 +2,16 @@
 
     acquire -> forward replays -> ... other microbatches in their own slots ... -> backward replays -> release
 
-A slot has one private pool for temporaries and buffers outside it for what is copied in from eager code. Its variants
-exclude each other, because one microbatch owns the slot from its first forward to its last backward; so all variants
-share the pool and the buffers, and memory is that of the largest. A larger variant than any before makes room by
-dropping the others: they are captured again at their next use.
+A slot has one private pool for what its forwards leave to its backwards, and buffers outside it for what is copied in
+from eager code. Its variants exclude each other, because one microbatch owns the slot from its first forward to its
+last backward; so all variants share the pool and the buffers, and memory is that of the largest. A larger variant than
+any before makes room by dropping the others: they are captured again at their next use.
+
+    slot 0   [what forwards leave]       shared by all slots   [what backwards use while they run]
+    slot 1   [what forwards leave]
+
+Backwards run one after another on one stream, so their temporary memory, gradients of whole weight matrices among it,
+is needed once. A single slot keeps it in its own pool, where it can reuse what its forwards have freed.
 """
 from collections.abc import Hashable
 from typing import Any
@@ -19,14 +25,20 @@ from packgraph.graphs.strides import contiguous_strides, own_strides
 class Slot:
     """Static buffers, one pool, and the variants captured into them."""
 
-    def __init__(self, index: int, backend: Backend, device: torch.device) -> None:
-        self.index, self.backend, self.device = index, backend, device
+    def __init__(self, index: int, backend: Backend, device: torch.device, shared: Pool | None = None) -> None:
+        """shared: where backwards keep what they need while they run; None = in the slot's own pool."""
+        self.index, self.backend, self.device, self._shared = index, backend, device, shared
         self.pool: Pool = backend.new_pool()
         self.variants: dict[Hashable, Any] = {}
         self.largest = 0
         self.outgrown = False
         self.retired = False
         self._buffers: dict[Hashable, torch.Tensor] = {}
+
+    @property
+    def brief(self) -> Pool:
+        """The pool for memory that nobody reads after the replay that wrote it."""
+        return self.pool if self._shared is None else self._shared
 
     def buffer(self, role: Hashable, like: torch.Tensor) -> torch.Tensor:
         """A static tensor of `like`'s shape and dtype for `role`, shared by all variants of the slot.
@@ -73,8 +85,9 @@ class Slot:
         return dropped
 
     def poison(self) -> None:
-        """Fill pool and buffers with NaN patterns (tests)."""
+        """Fill pools and buffers with NaN patterns (tests)."""
         self.pool.poison()
+        self.brief.poison()
         for kept in self._buffers.values():
             kept.fill_(0xFF)
 
@@ -87,6 +100,7 @@ class Slots:
 
     def __init__(self, backend: Backend, device: torch.device, limit: int | None) -> None:
         self.backend, self.device, self.limit = backend, device, limit
+        self.shared: Pool | None = None if limit == 1 else backend.new_pool()
         self.all: list[Slot] = []
         self._free: list[Slot] = []
 
@@ -98,7 +112,7 @@ class Slots:
         if slot is not None:
             self._free.remove(slot)
         elif self.limit is None or len(self.all) < self.limit:
-            slot = Slot(len(self.all), self.backend, self.device)
+            slot = Slot(len(self.all), self.backend, self.device, self.shared)
             self.all.append(slot)
         return Ticket(self, slot) if slot is not None else None
 
@@ -119,7 +133,13 @@ class Slots:
         for slot in self.all:
             slot.retired = True
         self.all, self._free = [], []
+        self.shared = None if self.limit == 1 else self.backend.new_pool()
         return dropped
+
+    def nbytes(self) -> int:
+        """Bytes reserved for all pools."""
+        shared = 0 if self.shared is None else self.shared.nbytes()
+        return shared + sum(slot.pool.nbytes() for slot in self.all)
 
     def has_free(self) -> bool:
         """Whether `acquire` would find a slot now."""

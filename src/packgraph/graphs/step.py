@@ -133,7 +133,7 @@ class GraphedStep:
                 parameter.grad = self._buffers.buffer(real)
                 owned.append((real, parameter.grad))
             read = self._rehearse(shown, journal)
-            with self._backend.window(self._slot.pool, journal) as window:
+            with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
                 graph, result = window.capture(lambda: self.run(*shown).detach())
                 static = window.static(result)
                 del result
