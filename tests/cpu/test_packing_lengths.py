@@ -25,3 +25,11 @@ def test_lengths_are_packed_as_documents_are(capacities, window, data):
 def test_nothing_to_take():
     with pytest.raises(IndexError, match="no document waits"):
         WaitingLengths(CapacitySet(Capacity(4, 1))).take()
+
+
+@given(CAPACITIES, strategies.integers(0, 40), strategies.integers(0, 6), strategies.integers(0, 40))
+def test_room_is_that_of_the_roomiest_capacity(capacities, tokens, documents, longest):
+    longest = min(longest, tokens)
+    naive = [length for length in range(1, 41) if any(
+        capacity.holds(tokens + length, documents + 1, max(longest, length)) for capacity in capacities)]
+    assert CapacitySet(capacities).room(tokens, documents, longest) == max(naive, default=0)

@@ -80,6 +80,9 @@ class CapacitySet:
     def __init__(self, capacities: Capacity | Iterable[Capacity]) -> None:
         """Raises ValueError when there are none, TypeError when something else is among them."""
         self.sorted = read_capacities(capacities)
+        # What another one holds in every respect never decides how much room there is.
+        self._widest = tuple(one for one in self.sorted if not any(
+            other.holds(one.tokens, one.documents, one.bound) for other in self.sorted if other != one))
 
     @property
     def longest(self) -> int:
@@ -89,7 +92,7 @@ class CapacitySet:
     def room(self, tokens: int, documents: int, longest: int) -> int:
         """Length of the longest document that may join a pack of these totals (0: none may)."""
         return max(
-            (min(capacity.tokens - tokens, capacity.bound) for capacity in self.sorted
+            (min(capacity.tokens - tokens, capacity.bound) for capacity in self._widest
              if capacity.holds(tokens, documents + 1, longest)),
             default=0,
         )
