@@ -1,4 +1,6 @@
 """A decoder cut into pipeline stages computes what the whole decoder computes."""
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,6 +26,18 @@ def test_layers_are_split_in_order_evenly_with_the_ends_shortest(layers, stages)
     assert max(sizes) - min(sizes) <= 1
     if layers % stages <= max(0, stages - 2):
         assert sizes[0] == sizes[-1] == min(sizes)
+
+
+@given(st.integers(2, 12), st.integers(2, 5), st.floats(0, 12))
+def test_no_other_cut_has_a_cheaper_slowest_stage(layers, stages, head_cost):
+    if stages > layers:
+        return
+    cost = max(len(part) + head_cost * last for part, last in
+               zip(split_layers(layers, stages, head_cost), [*[False] * (stages - 1), True], strict=True))
+    cuts = itertools.combinations(range(1, layers), stages - 1)
+    best = min(max(end - start + head_cost * (end == layers) for start, end in itertools.pairwise((0, *cut, layers)))
+               for cut in cuts)
+    assert cost == best
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])

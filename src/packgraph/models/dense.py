@@ -33,10 +33,18 @@ class DenseModel(DecoderStack):
     ) -> None:
         target = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
-            layers = {index: DenseLayer(config, index) for index in split_layers(config.num_layers, stages)[stage]}
+            indices = split_layers(config.num_layers, stages, head_cost(config))[stage]
+            layers = {index: DenseLayer(config, index) for index in indices}
             super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
         self.to(dtype).to_empty(device=target)
         self.reset_parameters(seed)
+
+
+def head_cost(config: DenseConfig) -> float:
+    """Work of the head in layers: the ratio of their weights, since every weight is used once per token."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    layer = config.hidden_size * (config.head_dim * heads + 3 * config.intermediate_size)
+    return config.hidden_size * config.vocab_size / layer
 
 
 def named_stages(config: DenseConfig) -> Sequence[Stage]:
