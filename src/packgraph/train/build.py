@@ -14,6 +14,7 @@ from packgraph.parallel.tensor import parallelize
 from packgraph.train.executor import Executor
 from packgraph.train.options import TrainConfig
 from packgraph.train.stage_executor import StageExecutor
+from packgraph.train.step_executor import StepExecutor
 from packgraph.train.weights import load_weights
 
 
@@ -34,7 +35,10 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
 
 
 def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
-    """What runs the steps of `model`: a loop, or this rank's part of a pipeline (of one rank for whole-step graphs)."""
+    """What runs the steps of `model`: a loop, one graph of a whole step and its update, or this rank's part of a
+    pipeline (of one rank for graphs of whole steps without the update)."""
+    if config.graph.enabled and config.graph.optimizer:
+        return StepExecutor(model.chunks[0], config.graph, device)
     if mesh.size("pp") == 1 and config.graph.granularity != "step":
         return Executor(model.chunks[0], config.graph, device)
     return StageExecutor(model.chunks, config, device, mesh)

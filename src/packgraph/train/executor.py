@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packgraph.graphs.fallback import WARM_UP, eager
+from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig
 from packgraph.train.step import BeforeLast, accumulate
 
@@ -58,6 +59,16 @@ class Executor:
         """Forward and backward of all microbatches of a step; see `step.accumulate`."""
         return accumulate(self.loss, batches, self._device, loss_tokens=loss_tokens, before_last=before_last)
 
+    def train_step(self, batches: Sequence[PackedBatch], loss_tokens: int, optimizer: Optimizer, learning_rate: float
+                   ) -> tuple[Tensor, Tensor]:
+        """A whole optimizer step on this replica's share: its loss, and the global gradient norm before clipping.
+
+        batches: packs on the host. loss_tokens: of the step on all replicas. Both results are float32 [] on the device.
+        """
+        optimizer.zero_grad()
+        loss = self.run_step(batches, loss_tokens, optimizer.flat.overlap)
+        return loss, optimizer.step(learning_rate)
+
     def before_step(self, steps_done: int) -> bool:
         """Capture all graphs when `steps_done` (of this process) is the end of warm-up; whether it did."""
         if not self._graphed or steps_done != self._options.warmup:
@@ -74,15 +85,26 @@ class Executor:
         return Counts(totals["replayed"], sum(totals["fallbacks"].values()))
 
     def totals(self) -> dict[str, Any]:
-        """Counts since the start of this process: captured, replayed, fallbacks {reason: count}, capture_seconds."""
+        """Counts since the start of this process: captured, replayed, fallbacks {reason: count}, capture_seconds.
+
+        A replayed whole step counts once, whatever number of microbatches it has.
+        """
         every = [graphed.stats for graphed in self._graphed]
         fallbacks = sum((Counter(stats.fallbacks) for stats in every), Counter())
+        if (whole := self.step_stats()) is not None:
+            every.append(whole)
+            fallbacks.update({f"whole step: {reason}": count for reason, count in whole.fallbacks.items()})
         return {"captured": sum(stats.captured for stats in every), "replayed": sum(stats.replayed for stats in every),
                 "fallbacks": dict(fallbacks), "capture_seconds": sum(stats.capture_seconds for stats in every)}
 
+    def step_stats(self) -> Stats | None:
+        """What graphs of whole steps have done, None where there are none."""
+        return None
+
     def summary(self) -> dict[str, Any]:
         """What summary.json says about graphs; counts and bytes are those of this process."""
-        pool = {"pool_bytes": sum(graphed.stats.pool_bytes for graphed in self._graphed)} if self._graphed else {}
+        every = [graphed.stats for graphed in self._graphed] + [stats for stats in [self.step_stats()] if stats]
+        pool = {"pool_bytes": sum(stats.pool_bytes for stats in every)} if every else {}
         return {"backend": self.backend, **self.totals(), **pool}
 
     @property

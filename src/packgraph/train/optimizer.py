@@ -54,10 +54,18 @@ class Optimizer:
         """Zero all gradients in place; a gradient that is None gets its place in the buffer back."""
         self.flat.zero_gradients()
 
-    @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:
         """Reduce, clip and update once. Returns the global gradient norm before clipping, float32 [] on the device."""
+        self.set_learning_rate(learning_rate)
+        return self.update()
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Write the rate of the next update to the device, where the update (captured or not) reads it."""
         self.learning_rate.fill_(learning_rate)
+
+    @torch.no_grad()
+    def update(self) -> Tensor:
+        """`step` with the learning rate as it was set. Launches the same work every time, so it can be captured."""
         self.flat.reduce()
         narrow = [(span, master) for span, master in zip(self.flat.spans, self._masters, strict=True)
                   if master.dtype != span.parameters.dtype]

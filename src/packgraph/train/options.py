@@ -74,6 +74,7 @@ class GraphConfig:
     strict: stop with an error where a graph cannot be captured, instead of going on eagerly.
     scope: names of the stages to capture, such as attn,mlp; none = all.
     granularity: layer = one graph for each layer, chunk = one for all layers, step = one for a whole step.
+    optimizer: with granularity step, the update of the weights is part of the graph too.
     capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas.
     max_documents: largest number of documents in a captured microbatch (50 when given without a value); packs with
         more run eagerly. none = the capacities alone decide.
@@ -86,6 +87,7 @@ class GraphConfig:
     strict: bool = False
     scope: tuple[str, ...] | None = None
     granularity: Literal["layer", "chunk", "step"] = "layer"
+    optimizer: bool = False
     capacities: tuple[Capacity, ...] = (Capacity(1024, 32),)
     max_documents: int | None = field(default=None, metadata={"bare": str(DEFAULT_DOCUMENTS_CAP)})
 
@@ -226,7 +228,25 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
         size = config.model.vocab_size
         problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (
             size < vocabulary)
-    return [text for text, wrong in problems.items() if wrong] + _parallel_problems(config, world)
+    found = [text for text, wrong in problems.items() if wrong]
+    return found + _optimizer_problems(config, world) + _parallel_problems(config, world)
+
+
+def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
+    """What keeps the update of the weights from being part of a graph, when that is asked for."""
+    if not (config.graph.enabled and config.graph.optimizer):
+        return []
+    parallel, granularity = config.parallel, config.graph.granularity
+    replicas = parallel.dp or max(1, world // (parallel.pp * parallel.tp))
+    problems = {
+        f"graph.optimizer needs graph.granularity = step, not {granularity}: no other graph lasts until the update":
+            granularity != "step",
+        f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet: the graph of a pipeline's step ends with "
+        "its last transfer; leave one of them out": parallel.pp > 1,
+        f"graph.optimizer cannot serve {replicas} replicas (parallel.dp): their packs differ, so one would capture the "
+        "collectives of the update while another replays them; leave it out": replicas > 1,
+    }
+    return [text for text, wrong in problems.items() if wrong]
 
 
 def _pipeline_problems(config: TrainConfig) -> list[str]:

@@ -5,12 +5,11 @@ the warm-up steps. With granularity `step` the whole schedule of this rank is on
 """
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from packgraph.graphs.fallback import WARM_UP, eager
+from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.links import make_links
@@ -81,16 +80,9 @@ class StageExecutor(Executor):
         self._pipeline.build(samples, self._slots)
         return True
 
-    def totals(self) -> dict[str, Any]:
-        """As Executor's; microbatches of replayed whole steps are counted as steps, under `replayed`."""
-        totals = super().totals()
-        whole = self._pipeline.step_stats
-        if whole is not None:
-            totals["captured"] += whole.captured
-            totals["replayed"] += whole.replayed
-            totals["capture_seconds"] += whole.capture_seconds
-            totals["fallbacks"] |= {f"whole step: {reason}": count for reason, count in whole.fallbacks.items()}
-        return totals
+    def step_stats(self) -> Stats | None:
+        """What graphs of whole steps have done, None where there are none."""
+        return self._pipeline.step_stats
 
     @property
     def backend(self) -> str:

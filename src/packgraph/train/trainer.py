@@ -216,11 +216,9 @@ class Trainer:
             return False
         self._left_out.watch()
         captured = self.executor.before_step(self.step - self._resumed_at)
-        self.optimizer.zero_grad()
         share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
-        loss = self.executor.run_step(share, count_loss_tokens(batches), self.optimizer.flat.overlap)
         learning_rate = self._learning_rate()
-        norm = self.optimizer.step(learning_rate)
+        loss, norm = self.executor.train_step(share, count_loss_tokens(batches), self.optimizer, learning_rate)
         started, self._last_end = self._last_end, time.perf_counter()
         graphs = self._graphs()
         self.step += 1

@@ -1,0 +1,96 @@
+"""A whole optimizer step in one graph: zeroed gradients, forward and backward of all microbatches, clipping, AdamW.
+
+    [zero  F0 B0  F1 B1  ...  reduce  clip  AdamW]      one launch; reads the learning rate from device memory
+
+What changes from step to step is device data: documents, label count and learning rate are copied in before the replay,
+the optimizer's own step number is advanced by the graph. Betas, eps, weight decay and the clipping norm are constants
+of a run, so they may be baked. A step whose shapes are not in the bank runs by graphs of its microbatches, and the same
+update follows eagerly; it is counted with its reason.
+"""
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.graphs import fallback
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.signature import undeclared
+from packgraph.graphs.step import GraphedStep
+from packgraph.packing.batch import PackedBatch
+from packgraph.train.executor import Executor
+from packgraph.train.optimizer import Optimizer
+from packgraph.train.options import GraphConfig
+
+
+class StepExecutor(Executor):
+    """Runs whole steps of a model that is not cut into stages, by one process or by ranks that see the same packs."""
+
+    def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
+        super().__init__(model, replace(options, granularity="chunk"), device)
+        self._whole: GraphedStep | None = None
+
+    def before_step(self, steps_done: int) -> bool:
+        """Whether `steps_done` is the end of warm-up. Graphs of microbatches are captured when a step needs them."""
+        if not self._graphed or steps_done != self._options.warmup:
+            return False
+        self._warm = True
+        return True
+
+    def train_step(self, batches: Sequence[PackedBatch], loss_tokens: int, optimizer: Optimizer, learning_rate: float
+                   ) -> tuple[Tensor, Tensor]:
+        """As Executor's, in one replay where the step's shapes are in the bank. Always with the same optimizer.
+
+        With `strict` a step that cannot be captured raises CaptureError.
+        """
+        if not self._warm or not batches:
+            return super().train_step(batches, loss_tokens, optimizer, learning_rate)
+        if self._whole is None:
+            self._whole = self._graphed_step(optimizer)
+        tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
+        uploaded = [batch.to(self._device) for batch in batches]
+        reason = self._reason_against(self._whole, tokens_in_step, uploaded)
+        if reason is not None:
+            self._whole.stats.fallbacks[reason] += 1
+            return super().train_step(batches, loss_tokens, optimizer, learning_rate)
+        optimizer.set_learning_rate(learning_rate)
+        loss, norm = self._whole(tokens_in_step, *uploaded).unbind()
+        return loss, norm
+
+    def step_stats(self) -> Stats | None:
+        """What graphs of whole steps have done, None before the first."""
+        return None if self._whole is None else self._whole.stats
+
+    def close(self) -> None:
+        """Free all graphs and their memory."""
+        if self._whole is not None:
+            self._whole.close()
+        super().close()
+
+    def _graphed_step(self, optimizer: Optimizer) -> GraphedStep:
+        def run(tokens_in_step: Tensor, *batches: PackedBatch) -> Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros((), dtype=torch.float32, device=self._device)
+            for batch in batches:
+                loss = self._model(batch, tokens_in_step)
+                total += loss.detach()
+                loss.backward()
+            return torch.stack([total, optimizer.update()])
+
+        return GraphedStep([self._model], run, self._graphed[0].capture_backend, self._device)
+
+    def _reason_against(self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]) -> str | None:
+        """Why this step cannot be a replay, or None; captures it if it is new."""
+        reason = undeclared((tokens_in_step, *batches), {}, self._options.captured_capacities())
+        if reason is not None:
+            return reason
+        try:
+            return None if whole.ready(tokens_in_step, *batches) else fallback.TOO_MANY_KEYS
+        except CaptureError as error:
+            if self._options.strict:
+                raise
+            warnings.warn(f"this step runs by its microbatches' graphs, because it cannot be one graph: {error}",
+                          PackgraphWarning, stacklevel=4)
+            return fallback.CAPTURE_FAILED
