@@ -17,7 +17,7 @@ FAILED = 1
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 FEWEST_VERIFY_STEPS = 3
-OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps")
+OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps", "--skip-one-process")
 
 TRAIN_INTRODUCTION = """usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
 
@@ -35,12 +35,18 @@ summary.json.
 Options, with the defaults of {preset}:"""
 
 VERIFY_INTRODUCTION = """usage: packgraph verify [PRESET] [--steps N] [--config FILE] [--section.option VALUE ...]
+       torchrun --nproc-per-node N -m packgraph.cli verify [PRESET] [--parallel.tp N ...] [--skip-one-process] ...
 
 Train twice, eagerly and through captured graphs, and compare loss, gradients, parameters and random states after every
 step, bit by bit. Without PRESET: a small model under all granularities, with and without dropout. Exit code 1 on a
 difference.
 
-  --steps N      optimizer steps to compare (default: 50 for a preset, 30 for each run without one)
+Under torchrun every rank compares its own, at the layout of --parallel.dp, .tp and .pp (without PRESET: at every layout
+of that many processes). The run is then also compared with one process: losses, gradients, weights and optimizer
+state must be equal within rounding, whose limits are printed. For that, rank 0 holds the whole model once more.
+
+  --steps N           optimizer steps to compare (default: 50 for a preset, 30 for each run without one)
+  --skip-one-process  leave out the comparison with one process
 
 Options are those of `packgraph train`."""
 
@@ -134,6 +140,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--skip-one-process", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     # Which words are options does not depend on the preset, only their defaults do.
     options, rest = split_overrides(words, next(iter(PRESETS.values()))(), OWN_OPTIONS)
@@ -180,6 +187,8 @@ def _train(words: list[str]) -> int:
         raise ConfigError([f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"])
     if own.steps is not None:
         raise ConfigError(["--steps: did you mean --run.steps?"])
+    if own.skip_one_process:
+        raise ConfigError(["--skip-one-process: an option of `packgraph verify`"])
     from packgraph.parallel.processes import Launch
     from packgraph.train.launch import train
     from packgraph.train.left_out import left_out_line
@@ -221,27 +230,11 @@ def _verify(words: list[str]) -> int:
     problems = _verify_problems(config, own.steps)
     if problems:
         raise ConfigError(problems)
-    from rich.console import Console
+    from packgraph.diagnose.command import verify_command
 
-    from packgraph.diagnose.matrix import default_matrix
-    from packgraph.diagnose.report import print_report, print_total
-    from packgraph.diagnose.verify import verify
-    from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
-
-    device = choose_device("auto" if config is None else config.run.device)
-    use_deterministic_kernels(device)
-    if config is None:
-        reports_as_done = default_matrix(device, own.steps or 30)
-    else:
+    if config is not None:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=own.steps or 50))
-        reports_as_done = iter([verify(config.preset, config, iter(open_data(config, device)), device)])
-    console = Console()
-    reports = []
-    for report in reports_as_done:
-        print_report(report, console)
-        reports.append(report)
-    print_total(reports, console)
-    return 0 if all(report.good for report in reports) else FAILED
+    return 0 if verify_command(config, own.steps, one_process=not own.skip_one_process) else FAILED
 
 
 def _plan_parser() -> argparse.ArgumentParser:

@@ -1,20 +1,31 @@
 """The default check of `packgraph verify`: a tiny model under every combination that may go wrong on its own.
 
 Granularity layer and chunk, dropout off and on; in each case three capacities, microbatch counts that change from
-step to step, and steps whose forwards all run before their backwards.
+step to step, and steps whose forwards all run before their backwards. Over several processes: every layout that they
+can take and granularity layer and chunk, with dropout.
 """
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from packgraph.diagnose.ranks import RanksReport, verify_ranks
 from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.models.dense import DenseConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
+from packgraph.parallel.mesh import Layout, make_mesh
+from packgraph.train.options import (
+    GraphConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    disagreements,
+)
 
 VOCABULARY = 64
 CAPACITIES = (Capacity(32, 4), Capacity(64, 6), Capacity(128, 12))
@@ -49,4 +60,39 @@ def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
     for granularity, dropout in itertools.product(("layer", "chunk"), (0.0, 0.1)):
         title = f"granularity {granularity}, dropout {dropout}"
         config = tiny_config(granularity, dropout, steps)
-        yield verify(title, config, random_packs(seed=1), device, budget=lambda step: BUDGETS[step % len(BUDGETS)])
+        yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
+
+
+def budget_of(step: int) -> int:
+    """Real tokens of a step, so that the number of microbatches changes from step to step."""
+    return BUDGETS[step % len(BUDGETS)]
+
+
+def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
+    """The tiny model with as many layers and heads as `layout` (dp filled in) has stages and parts of a matrix.
+
+    Ranks of a pipeline hold two chunks each where a chunk is a region.
+    """
+    config = tiny_config(granularity, 0.1, steps)
+    chunks = 2 if layout.pp > 1 and granularity == "chunk" else 1
+    model = replace(config.model, num_layers=max(2, layout.pp * chunks), num_heads=max(4, layout.tp),
+                    num_kv_heads=max(2, layout.tp))
+    return replace(config, model=model,
+                   parallel=ParallelConfig(dp=layout.dp, tp=layout.tp, pp=layout.pp, chunks=chunks))
+
+
+def layouts_of(world: int) -> list[Layout]:
+    """Every way to spread the tiny model over `world` processes."""
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    every = [Layout(dp=world // (pp * tp), pp=pp, tp=tp) for pp in sizes for tp in sizes if world % (pp * tp) == 0]
+    return [layout for layout in every if not disagreements(config_for(layout, "layer", 30), "cpu", world=world)]
+
+
+def ranks_matrix(device: torch.device, steps: int, world: int, *, one_process: bool = True) -> Iterator[RanksReport]:
+    """Verify every layout of `world` connected processes, at granularity layer and chunk; collective."""
+    for layout, granularity in itertools.product(layouts_of(world), ("layer", "chunk")):
+        config = config_for(layout, granularity, steps)
+        chunks = f" x {config.parallel.chunks} chunks" if config.parallel.chunks > 1 else ""
+        title = f"dp={layout.dp}, pp={layout.pp}{chunks}, tp={layout.tp}, granularity {granularity}, dropout 0.1"
+        yield verify_ranks(title, config, lambda: random_packs(seed=1), device, make_mesh(layout, device),
+                           one_process=one_process, budget=budget_of)

@@ -7,6 +7,9 @@ in every bit.
 
     eager:  random state E ─▶ forward, backward ─▶ update ─▶ E'
     graph:  random state G ─▶ forward, backward ─▶ update ─▶ G'      compared after each arrow
+
+Of several processes each makes both runs and compares what it holds itself: its share of the loss, the gradients that
+its own microbatches have added up, its parts of the parameters. What ranks send each other is in both runs.
 """
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,15 +18,16 @@ import torch
 from torch import Tensor
 
 from packgraph.diagnose.compare import Difference, first_difference
+from packgraph.diagnose.side import Side
 from packgraph.packing.batch import PackedBatch
-from packgraph.train.executor import Executor
-from packgraph.train.optimizer import Optimizer
+from packgraph.parallel.collect import parts_of
+from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
-from packgraph.train.random_state import random_states, set_random_states
-from packgraph.train.step import accumulate, take_step
-from packgraph.train.trainer import build_model
+from packgraph.train.step import take_step
 
-KINDS = ("loss", "gradients", "parameters", "random states")
+LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM = "loss", "gradients", "summed gradients", "parameters", "random states"
+KINDS = (LOSS, GRADIENTS, PARAMETERS, RANDOM)
+RANKS_KINDS = (LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM)  # of several processes, in the order of comparison
 
 
 @dataclass
@@ -48,46 +52,23 @@ class VerifyReport:
             self.differences.setdefault(kind, difference)
 
 
-class Side:
-    """One of the two runs: model, optimizer, executor and its own random state."""
-
-    def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        self.device = device
-        self.model = build_model(config, device)
-        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer)
-        self.executor = Executor(self.model, config.graph, device)
-        torch.manual_seed(config.run.seed)
-        self.random = random_states(device)
-
-    def gradients_of(self, step: int, batches: list[PackedBatch], in_flight: bool) -> Tensor:
-        """Capture if due, then forward and backward of a step. Returns its loss, float32 []."""
-        set_random_states(self.random, self.device)
-        self.executor.before_step(step)
-        self.optimizer.zero_grad()
-        loss = accumulate(self.executor.loss, batches, self.device, in_flight=in_flight)
-        self.random = random_states(self.device)
-        return loss
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The live parameters and buffers by name."""
-        return dict(self.model.state_dict())
-
-
 def some_in_flight(step: int) -> bool:
     """Every third step runs all its forwards before its backwards."""
     return step % 3 == 2
 
 
 def verify(title: str, config: TrainConfig, packs: Iterator[PackedBatch], device: torch.device, *,
-           in_flight: Callable[[int], bool] = some_in_flight,
+           mesh: Mesh | None = None, in_flight: Callable[[int], bool] = some_in_flight,
            budget: Callable[[int], int] | None = None) -> VerifyReport:
     """Compare `config.run.steps` steps of eager and graph training on the packs of `packs` (on the host).
 
-    in_flight: for a step, whether all forwards run before the first backward. budget: real tokens of a step (default:
-    run.tokens_per_step). Goes on after a difference of one kind, to report the first one of each.
+    mesh: where the processes are, each of which calls this with the same packs; None = this process alone. in_flight:
+    for a step, whether all forwards run before the first backward (pipelines have their own order). budget: real
+    tokens of a step (default: run.tokens_per_step). Goes on after a difference of one kind, to report the first one
+    of each: those of this rank.
     """
-    eager = Side(replace(config, graph=replace(config.graph, enabled=False)), device)
-    graph = Side(replace(config, graph=replace(config.graph, enabled=True)), device)
+    eager = Side(replace(config, graph=replace(config.graph, enabled=False)), device, mesh)
+    graph = Side(replace(config, graph=replace(config.graph, enabled=True)), device, mesh)
     report = VerifyReport(title)
     try:
         for step in range(config.run.steps):
@@ -99,7 +80,8 @@ def verify(title: str, config: TrainConfig, packs: Iterator[PackedBatch], device
         totals = graph.executor.summary()
         report.replayed, report.fallbacks = totals["replayed"], totals["fallbacks"]
     finally:
-        graph.executor.close()
+        graph.close()
+        eager.close()
     return report
 
 
@@ -107,9 +89,19 @@ def _compare_step(step: int, eager: Side, graph: Side, batches: list[PackedBatch
                   config: TrainConfig, report: VerifyReport) -> None:
     losses = [side.gradients_of(step, batches, in_flight) for side in (eager, graph)]
     number = step + 1
-    report.note("loss", first_difference(number, {"loss": losses[0]}, {"loss": losses[1]}))
-    report.note("gradients", first_difference(number, eager.optimizer.gradients(), graph.optimizer.gradients()))
+    report.note(LOSS, first_difference(number, {"loss": losses[0]}, {"loss": losses[1]}))
+    report.note(GRADIENTS, first_difference(number, eager.optimizer.gradients(), graph.optimizer.gradients()))
+    summed = GRADIENTS
+    if eager.mesh.world > 1:
+        summed = SUMMED
+        report.note(summed, first_difference(number, _sums(eager), _sums(graph)))
     norms = [side.optimizer.step(config.optimizer.learning_rate) for side in (eager, graph)]
-    report.note("gradients", first_difference(number, {"global norm": norms[0]}, {"global norm": norms[1]}))
-    report.note("parameters", first_difference(number, eager.parameters(), graph.parameters()))
-    report.note("random states", first_difference(number, eager.random, graph.random))
+    report.note(summed, first_difference(number, {"global norm": norms[0]}, {"global norm": norms[1]}))
+    report.note(PARAMETERS, first_difference(number, eager.parameters(), graph.parameters()))
+    report.note(RANDOM, first_difference(number, eager.random, graph.random))
+
+
+def _sums(side: Side) -> dict[str, Tensor]:
+    """The live memory of what this rank has of the gradients summed over ranks, by name and place."""
+    return {f"{name}, from element {list(corner)} on" if any(corner) else name: part
+            for name, found in side.reduced_gradients().items() for corner, part in parts_of(found)}

@@ -66,7 +66,7 @@ def collect(mesh: Mesh, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
     tensors: what this rank has, by name: plain tensors (whole ones), DTensors, Pieces. Collective: every rank runs
     the iterator to its end. Raises ValueError on all ranks when the parts do not make whole tensors.
     """
-    parts = {name: _parts(tensor) for name, tensor in tensors.items()}
+    parts = {name: parts_of(tensor) for name, tensor in tensors.items()}
     mine = {name: Holding(tuple(tensor.shape), tensor.dtype, tuple((corner, tuple(part.shape))
                                                                    for corner, part in parts[name]))
             for name, tensor in tensors.items()}
@@ -101,8 +101,8 @@ def _put_together(name: str, wanted: Sequence[Delivery], held: Sequence[Mapping[
     return whole
 
 
-def _parts(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-    """(offsets in the whole, memory) of every part that this rank holds."""
+def parts_of(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """(offsets in the whole, live memory) of every part of a tensor that this rank holds."""
     if isinstance(tensor, Pieces):
         return tensor.pieces
     if isinstance(tensor, DTensor):

@@ -1,0 +1,70 @@
+"""One of the runs that are compared: what the trainer would train with, in this process, with random states of its own.
+
+It is made of the trainer's parts and runs a step as the trainer does, at any layout: this replica's share of the step,
+gradients reduced while the last backward runs, and the optimizer that all replicas share.
+"""
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from packgraph.graphs.parameters import local_tensor
+from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.tensor import dropout_seed
+from packgraph.train.build import build_chunks, make_executor
+from packgraph.train.executor import Executor
+from packgraph.train.optimizer import Optimizer
+from packgraph.train.options import TrainConfig
+from packgraph.train.random_state import random_states, set_random_states
+from packgraph.train.step import accumulate, count_loss_tokens, own_share
+
+
+class Side:
+    """Model, optimizer, executor and random states of one run on this rank. Collective where `mesh` has several."""
+
+    def __init__(self, config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> None:
+        """mesh: where the processes are; None = a run of this process alone."""
+        self.device, self.mesh = device, mesh or single_process()
+        self.model = build_chunks(config, device, self.mesh)
+        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, self.mesh)
+        self.executor = make_executor(self.model, config, device, self.mesh)
+        torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=config.parallel.splits_rows))
+        self.random = random_states(device)
+
+    def gradients_of(self, step: int, batches: Sequence[PackedBatch], in_flight: bool) -> Tensor:
+        """Capture if due, forward and backward of this replica's share, then the sums of gradients over the ranks.
+
+        batches: all packs of the step, on the host. in_flight: run all forwards before the first backward, where no
+        schedule gives the order. Returns the share's loss, float32 [].
+        """
+        set_random_states(self.random, self.device)
+        self.executor.before_step(step)
+        self.optimizer.zero_grad()
+        share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
+        loss_tokens, overlap = count_loss_tokens(batches), self.optimizer.flat.overlap
+        if in_flight and type(self.executor) is Executor:
+            loss = accumulate(self.executor.loss, share, self.device, in_flight=True, loss_tokens=loss_tokens,
+                              before_last=overlap)
+        else:
+            loss = self.executor.run_step(share, loss_tokens, overlap)
+        # Runs that take turns must not both have reductions under way: every rank has as many as its backward allowed.
+        self.optimizer.flat.reduce()
+        self.random = random_states(self.device)
+        return loss
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The live memory of this rank's parameters and buffers by name."""
+        return {name: local_tensor(value) for name, value in self.model.state_dict().items()}
+
+    def reduced_gradients(self) -> dict[str, Tensor]:
+        """What this rank has of the gradients of the whole step, by name; to be read before the optimizer's step.
+
+        That step reduces once more, which gives the same: a reduction starts from what the microbatches have added up.
+        """
+        return {member.name: span.part(member, span.own_gradients)
+                for span in self.optimizer.flat.spans for member in span.members}
+
+    def close(self) -> None:
+        """Free the graphs; to be called before the process groups go."""
+        self.executor.close()
