@@ -74,3 +74,16 @@ def test_bfloat16_is_bitwise_equal(granularity: str) -> None:
     config = dataclasses.replace(config, graph=dataclasses.replace(config.graph, granularity=granularity))
     report = verify("bfloat16", config, iter(RandomPacks()), CUDA)
     assert report.good, report
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_update_inside_the_graph_of_a_step_is_bitwise_equal(tmp_path: Path, dtype: str) -> None:
+    states = []
+    for enabled in (False, True):
+        config = tiny(enabled, dtype=dtype, steps=12)
+        graph = dataclasses.replace(config.graph, granularity="step", optimizer=True, strict=True)
+        run = trainer(tmp_path / str(enabled), dataclasses.replace(config, graph=graph), device=CUDA)
+        assert (run.run(StopRequest())["replayed"] > 0) == enabled
+        states.append(state_of(run))
+        run.close()
+    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
