@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Graph, Static, Window
+from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import LEAVE_OUT, Journal, Watch
 from packgraph.graphs.parameters import Aliases, GradientBuffers, has_hooks, static_gradient
@@ -61,11 +62,13 @@ class _Forward:
 class Variant:
     """The regions of one key in one slot, by the index of their run.
 
-    ends: for each of the call's outputs the region and output number it comes from, None for eager code's.
+    ends: for each of the call's outputs the region and output number it comes from, None for eager code's. direct: how
+    to replay all regions without autograd, where that can be.
     """
 
     regions: dict[int, Region]
     ends: list[tuple[int, int] | None]
+    direct: Direct | None
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -94,7 +97,9 @@ class VariantBuild:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Capture all regions for a call with these arguments."""
-        state = detached_state(self.program.begin(args, kwargs))
+        first = self.program.begin(args, kwargs)
+        state = detached_state(first)
+        given = _numbers_of_tensors(args, kwargs, first, state)
         for index, run in enumerate(self.program.runs):
             state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
         ends = []
@@ -109,8 +114,10 @@ class VariantBuild:
                 self._expose(leaf)
         del result, leaves
         state = {}
-        regions = {index: self._capture_backward(index) for index in reversed(self.forwards)}
-        return Variant(dict(reversed(regions.items())), ends)
+        backwards = {index: self._capture_backward(index) for index in reversed(self.forwards)}
+        regions = dict(reversed(backwards.items()))
+        taken_in = [given.get(id(tensor)) for tensor in self.alive]
+        return Variant(regions, ends, direct_replay(regions, len(self.program.runs), ends, taken_in))
 
     def _expose(self, leaf: Any) -> None:
         origin = self.origins.get(id(leaf))
@@ -205,7 +212,7 @@ class VariantBuild:
         outputs = [Output(static, out.requires_grad) for static, out in pairs]
         name = self.program.describe(forward.run)
         region = Region(index, name, forward.graph, forward.inputs, outputs, forward.facts, forward.entries)
-        starts, gradients = self._incoming(index, forward, outputs)
+        starts, gradients = self._incoming(index, forward, outputs, region)
         if starts:
             owned, returned = self._classify(forward.parameters)
             leaves = [leaf for leaf in forward.leaves if leaf.requires_grad]
@@ -224,13 +231,15 @@ class VariantBuild:
         self.made[index], forward.outputs, forward.leaves, forward.origins, forward.statics = [], [], [], [], []
         return region
 
-    def _incoming(self, index: int, forward: _Forward, outputs: list[Output]) -> tuple[list[Any], list[Any]]:
+    def _incoming(self, index: int, forward: _Forward, outputs: list[Output], region: Region
+                  ) -> tuple[list[Any], list[Any]]:
         """The outputs that get gradients, and where those arrive."""
         starts, gradients = [], []
         for number, output in enumerate(outputs):
             later = self.arriving[(index, number)]
             if not output.differentiable or not (later or (index, number) in self.exposed):
                 continue
+            region.summed = region.summed or len(later) + ((index, number) in self.exposed) > 1
             if later:
                 gradient, output.incoming = later[0]
             else:
@@ -279,6 +288,14 @@ class VariantBuild:
             if origin.producer is not None:
                 self.arriving[(origin.producer, origin.number)].append((gradient, entry.gradient))
             leaf.grad = None
+
+
+def _numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], first: State, state: State) -> dict[int, int]:
+    """For tensors of the build's first state, by identity: which of the call's tensors they are."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    return {id(own): numbers[id(leaf)] for leaf, own in zip(tree_leaves(first), tree_leaves(state), strict=True)
+            if id(leaf) in numbers}
 
 
 def _backward(starts: list[Any], gradients: list[Any], wanted: list[Any],

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
 from packgraph.graphs.build import Owned, Variant
@@ -24,8 +24,37 @@ class Claim:
     lends: outputs are aliases of static memory, valid until the slot is released, instead of clones.
     """
 
-    def __init__(self, program: Program, variant: Variant, ticket: Ticket, lends: bool, stats: Stats) -> None:
+    def __init__(self, program: Program, variant: Variant, ticket: Ticket, lends: bool, stats: Stats,
+                 steady: object = None) -> None:
+        """steady: stands for a block of time in which nothing about the module but values changes; None = no such."""
         self.program, self.variant, self.ticket, self.lends, self.stats = program, variant, ticket, lends, stats
+        self.steady = steady
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether `forward` and `backward` may be used in place of `run` and autograd."""
+        return self.variant.direct is not None
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Replay the forward alone: the call's output, an alias of the slot's memory that autograd knows nothing of."""
+        assert self.variant.direct is not None
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.ticket.release)
+            out = self.variant.direct.forward(tensors, self.ticket)
+            on_error.pop_all()
+        return out
+
+    def backward(self, gradient: torch.Tensor | None = None) -> None:
+        """Replay the backward. gradient: of the output, None = one."""
+        assert self.variant.direct is not None
+        self.variant.direct.backward(gradient, self.ticket, self.steady)
+
+    def input_gradient(self, tensor: int) -> torch.Tensor | None:
+        """Where `backward` leaves the gradient of the call's tensor number `tensor`: an alias of the slot's memory."""
+        assert self.variant.direct is not None
+        static = self.variant.direct.gradients.get(tensor)
+        return None if static is None else static.tensor
 
     def buffer(self, key: str) -> torch.Tensor | None:
         """The slot's memory for the state's entry `key`, if a region reads it from there: filling it saves a copy."""

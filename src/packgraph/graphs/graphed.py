@@ -8,7 +8,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ class GraphedModule(Wrapper):
         self._rehearsed: dict[Hashable, list[torch.Tensor]] = {}
         self._failed: set[Hashable] = set()
         self._closed = False
+        self._steady: object = None
         self.lends = False
         slots_of_stats = self._slots  # not `self`: a module that holds itself is freed by the garbage collector only
         self.stats = Stats(_pool_bytes=slots_of_stats.nbytes)
@@ -146,7 +147,21 @@ class GraphedModule(Wrapper):
                 return fallback.CAPTURE_FAILED
             on_error.pop_all()
         self.stats.replayed += 1
-        return Claim(self._program, variant, ticket, self.lends, self.stats)
+        return Claim(self._program, variant, ticket, self.lends, self.stats, self._steady)
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """For a schedule: promise that in this block nothing about the module changes but the values of its tensors.
+
+        What graphs have baked is then compared once, at the start, instead of at every call, and nobody replaces
+        `.grad` of its parameters in between.
+        """
+        if self._fingerprint is not None and self._check_fingerprint() is None:
+            self._steady = object()
+        try:
+            yield
+        finally:
+            self._steady = None
 
     def has_free_slot(self) -> bool:
         """Whether a claim would find a slot now."""
@@ -216,7 +231,8 @@ class GraphedModule(Wrapper):
             return fallback.NO_GRAD
         if not self.module.training:
             return fallback.EVALUATION
-        if self._refusal is not None or inside_data_parallel() or (self._fingerprint and self._fingerprint.hooked()):
+        if self._steady is None and (self._refusal is not None or inside_data_parallel()
+                                     or (self._fingerprint and self._fingerprint.hooked())):
             self._ask_for_refusal()
         if self._refusal is not None:
             return self._refusal.reason
@@ -253,6 +269,8 @@ class GraphedModule(Wrapper):
 
         Returns a reason to run this call eagerly, or None.
         """
+        if self._steady is not None:
+            return None
         change = self._fingerprint.changed() if self._fingerprint is not None else None
         if self._fingerprint is not None and change is None:
             return None

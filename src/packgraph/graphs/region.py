@@ -90,7 +90,8 @@ class Region:
 
     facts: what captured code could see of the state it was captured with. entries: per key of the result state, how
     to make its value. owned: parameters whose gradient the backward graph adds to the given buffer. returned:
-    parameters whose gradient goes through autograd.
+    parameters whose gradient goes through autograd. summed: an output's gradient comes from several places, and
+    autograd has to add them up.
     """
 
     number: int
@@ -103,6 +104,7 @@ class Region:
     backward: Graph | None = None
     owned: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
     returned: list[tuple[torch.nn.Parameter, Static]] = field(default_factory=list)
+    summed: bool = False
     anchor: torch.Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
 
     def reset(self) -> None:

@@ -11,11 +11,12 @@ class Flight:
     """A microbatch in a chunk. Replayed flights use the slot's static memory, eager ones memory of their own.
 
     hidden: activations received from the stage before. out: what the chunk made. gradient: received gradient of `out`.
-    input_gradient: gradient of `hidden`, to be sent.
+    input_gradient: gradient of `hidden`, to be sent. direct: the claim, if it is replayed without autograd.
     """
 
-    def __init__(self, claim: Claim | None, ticket: Any) -> None:
+    def __init__(self, claim: Claim | None, ticket: Any, direct: bool = False) -> None:
         self.claim, self.ticket = claim, ticket
+        self.direct = claim if claim is not None and direct and claim.is_direct else None
         self.hidden: torch.Tensor | None = None
         self.out: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None

@@ -8,6 +8,7 @@ microbatches and the bucket of each may differ in every step without a recapture
 `plan/rendezvous.py` puts them, so ranks cannot stop each other, whatever makes a host or a device wait. The ranks agree
 once per step, on host facts, about what they are going to run.
 """
+import contextlib
 import warnings
 import zlib
 from collections import deque
@@ -31,6 +32,7 @@ from packgraph.plan.slots import slot_counts
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
+HIDDEN = 2  # a chunk's tensors: the batch, the tokens in the step, hidden states
 
 
 class PipelineError(RuntimeError):
@@ -57,6 +59,7 @@ class Pipeline:
         for chunk in self.chunks:
             chunk.lends = True
         self._plain = False
+        self._watched: int | None = None  # the microbatch whose outputs are looked at: they need autograd's graph
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._likes: dict[Capacity, torch.Tensor] = {}
         self._rows: dict[int, tuple[Op, ...]] = {}
@@ -101,7 +104,10 @@ class Pipeline:
         whole = self._whole if fallback.bypass_reason() is None else None
         if whole is not None and self._whole_step_is_ready(batches, tokens_in_step):
             return whole(tokens_in_step, *batches)
-        return self._run(batches, tokens_in_step, before_last)
+        with contextlib.ExitStack() as steady:
+            for chunk in self.chunks:
+                steady.enter_context(chunk.steady())
+            return self._run(batches, tokens_in_step, before_last)
 
     def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
         """Whether every rank has captured this step; collective."""
@@ -129,6 +135,7 @@ class Pipeline:
              ) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         last = len(batches) - 1
+        self._watched = None if before_last is None else last
         for op in self._row(len(batches)):
             stage, batch = op.action.stage, batches[op.action.microbatch]
             if op.what == "RECV":
@@ -200,7 +207,7 @@ class Pipeline:
         claim = chunk.claim(self._arguments(action.stage, batch, tokens), {}) if self._reason is None else self._reason
         if isinstance(claim, Claim):
             claim.ticket.kept = True
-            return Flight(claim, claim.ticket)
+            return Flight(claim, claim.ticket, direct=action.microbatch != self._watched)
         chunk.stats.fallbacks[claim] += 1
         ticket = chunk.hold_slot()
         return Flight(None, ticket)
@@ -235,8 +242,14 @@ class Pipeline:
         else:
             flight = self._flights[place]
             flight.receiving.pop("F").wait()
-            arguments = (batch, tokens, Arrival.apply(self._anchor, flight, flight.hidden))
-        flight.out = chunk.module(*arguments) if flight.claim is None else flight.claim.run(arguments, {})
+            hidden = flight.hidden if flight.direct is not None else Arrival.apply(self._anchor, flight, flight.hidden)
+            arguments = (batch, tokens, hidden)
+        if flight.claim is None:
+            flight.out = chunk.module(*arguments)
+        elif flight.direct is not None:
+            flight.out = flight.direct.forward(arguments, {})
+        else:
+            flight.out = flight.claim.run(arguments, {})
         assert flight.out is not None
         if action.stage == self.num_stages - 1:
             loss += flight.out.detach()
@@ -244,10 +257,12 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         flight = self._flights[action.stage, action.microbatch]
         assert flight.out is not None
-        if action.stage == self.num_stages - 1:
-            flight.out.backward()
-        else:
+        if action.stage < self.num_stages - 1:
             flight.receiving.pop("B").wait()
+        if flight.direct is not None:
+            flight.direct.backward(flight.gradient)
+            flight.input_gradient = flight.direct.input_gradient(HIDDEN)
+        else:
             torch.autograd.backward(flight.out, flight.gradient)
         flight.out = None
         if action.stage == 0:

@@ -1,0 +1,104 @@
+"""Replaying a variant without autograd, for a schedule that knows itself when a microbatch's backward runs.
+
+A call that users write goes through autograd, region by region: their loss may hang on anything. A schedule calls a
+chunk forward and later backward, and hands over hidden states and their gradient itself. If every stage is captured and
+the gradients go from region to region by baked pointers, nothing is left for Python to do in between:
+
+    forward    copy the inputs in, launch F1 F2 ... Fn
+    backward   copy the gradient in, launch Bn ... B2 B1
+
+The invariant: `direct_replay` returns None unless these launches compute all that autograd would make of the call.
+"""
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from packgraph.graphs.backend import Graph, Static
+from packgraph.graphs.parameters import GradientBuffers
+from packgraph.graphs.slot import Ticket
+
+if TYPE_CHECKING:
+    from packgraph.graphs.region import Region
+
+Ends = Sequence[tuple[int, int] | None]
+
+
+@dataclass
+class Direct:
+    """The launches of one variant.
+
+    copies: which of the call's tensors go into which memory of the slot. out: the call's only output. incoming: where
+    its gradient belongs. gradients: by number of the call's tensor, where the backward leaves its gradient.
+    """
+
+    forwards: list[Graph]
+    backwards: list[Graph]
+    copies: list[tuple[int, torch.Tensor]]
+    out: Static
+    incoming: Static
+    gradients: dict[int, Static]
+    owned: list[tuple[torch.nn.Parameter, torch.Tensor]]
+    attached: object = field(default=None)
+
+    def forward(self, tensors: Sequence[torch.Tensor], ticket: Ticket) -> torch.Tensor:
+        """Launch all forwards on the call's tensors; returns the output, static memory of the slot."""
+        ticket.pending.add(0)
+        for number, buffer in self.copies:
+            if tensors[number].data_ptr() != buffer.data_ptr():
+                buffer.copy_(tensors[number])
+        for graph in self.forwards:
+            graph.replay()
+        return self.out.tensor
+
+    def backward(self, gradient: torch.Tensor | None, ticket: Ticket, steady: object) -> None:
+        """Launch all backwards. gradient: of the output, None = one.
+
+        steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once per block.
+        """
+        ticket.start_backward(0)
+        target = self.incoming.tensor
+        if gradient is None:
+            target.fill_(1)
+        elif gradient.data_ptr() != target.data_ptr():
+            target.copy_(gradient)
+        kept = [] if steady is not None and self.attached is steady else GradientBuffers.attach(self.owned)
+        for graph in self.backwards:
+            graph.replay()
+        GradientBuffers.give_back(kept)
+        self.attached = None if kept else steady
+        ticket.finish_backward(0)
+
+
+def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: Sequence[int | None]) -> Direct | None:
+    """How to replay a variant directly, or None when something has to go through eager code or autograd.
+
+    runs: how many runs the program has. tensors: for each static input of the slot the number of the call's tensor that
+    it takes in, None for one that the call does not have.
+    """
+    if len(regions) != runs or len(ends) != 1 or ends[0] is None or any(number is None for number in tensors):
+        return None
+    if any(region.returned or region.summed for region in regions.values()):
+        return None
+    last = regions[ends[0][0]].outputs[ends[0][1]]
+    backwards = [region.backward for _, region in sorted(regions.items(), reverse=True) if region.backward is not None]
+    if last.incoming is None or not backwards:
+        return None
+    copies: list[tuple[int, torch.Tensor]] = []
+    gradients: dict[int, Static] = {}
+    for region in regions.values():
+        for entry in region.inputs:
+            if entry.token[0] != "slot":
+                continue
+            number = tensors[entry.token[1]]
+            assert number is not None
+            if entry.buffer is not None:
+                copies.append((number, entry.buffer))
+            if entry.gradient is not None:
+                if number in gradients or not entry.lend:
+                    return None
+                gradients[number] = entry.gradient
+    owned = [pair for region in regions.values() for pair in region.owned]
+    return Direct([region.forward for region in regions.values()], backwards, copies, last.static, last.incoming,
+                  gradients, owned)

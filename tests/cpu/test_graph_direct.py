@@ -1,0 +1,169 @@
+"""Replaying without autograd equals eager bit by bit where it is offered, and is not offered where it would not."""
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from packgraph.graphs.claim import Claim
+from packgraph.graphs.graphed import graph
+from packgraph.plan.stages import Stage, run_stages
+
+WIDTH = 8
+
+
+class Chain(nn.Module):
+    """A chunk as a pipeline sees it: hidden states in, hidden states out, layer by layer."""
+
+    def __init__(self, layers=3, tied=False, skip=False):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.skip = skip
+        if tied:
+            self.linears[-1].weight = self.linears[0].weight
+
+    def begin(self, x, scale):
+        return {"x": x, "scale": scale, "hidden": x}
+
+    def end(self, state):
+        return state["hidden"]
+
+    def forward(self, x, scale):
+        return run_stages(self, x, scale)
+
+    def stages(self):
+        return [Stage("attn" if layer % 2 else "mlp", layer, lambda state, layer=layer: self.run(state, layer))
+                for layer in range(len(self.linears))]
+
+    def run(self, state, layer):
+        hidden = nn.functional.dropout(self.linears[layer](state["hidden"]).tanh(), 0.2) * state["scale"]
+        return {**state, "hidden": hidden, "x": hidden if self.skip else state["x"]} | (
+            {"hidden": hidden + state["x"]} if self.skip and layer else {})
+
+
+def make_chain(**options):
+    torch.manual_seed(1)
+    return Chain(**options)
+
+
+def lending(chain, **options):
+    graphed = graph(chain, warmup=0, **options)
+    graphed.lends = True
+    return graphed
+
+
+def train(module, direct, steps=6, slots=3):
+    """Microbatches in flight in any order; everything that must agree."""
+    torch.manual_seed(2)
+    order, trace = random.Random(0), []
+    for step in range(steps):
+        flights = []
+        for _ in range(order.randint(1, slots)):
+            x, up = torch.randn(order.choice((4, 6)), WIDTH, requires_grad=True), None
+            scale = torch.rand(())
+            if direct:
+                claim = module.claim((x, scale), {})
+                out = claim.forward((x, scale), {})
+            else:
+                claim, out = None, module(x, scale)
+            trace.append(out.detach().clone())
+            up = torch.randn_like(out)
+            flights.append((x, up, claim, out))
+        for x, up, claim, out in order.sample(flights, len(flights)):
+            if direct:
+                for slot in module._slots._free:
+                    slot.poison()
+                claim.ticket.kept = True
+                claim.backward(up)
+                trace.append(claim.input_gradient(0).clone())
+                claim.ticket.release()
+            else:
+                out.backward(up)
+                trace.append(x.grad.clone())
+        trace += [p.grad.clone() for p in module.parameters()] + [torch.get_rng_state()]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None if step % 2 else torch.zeros_like(parameter)
+    return trace
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_direct_replays_equal_eager_bitwise_with_slots_in_any_order(granularity):
+    eager = train(make_chain(), direct=False)
+    graphed = lending(make_chain(), granularity=granularity)
+    found = train(graphed, direct=True)
+    assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
+    assert graphed.stats.replayed > 5 and graphed._slots.in_flight() == 0
+
+
+def test_gradients_in_a_larger_storage_are_added_to_inside_a_steady_block():
+    chain, twin = make_chain(), make_chain()
+    graphed = lending(chain)
+    x, scale, up = torch.randn(4, WIDTH), torch.ones(()), torch.randn(4, WIDTH)
+    graphed(x, scale).backward(up)
+    flat = torch.zeros(sum(p.numel() for p in chain.parameters()))
+    for parameter, part in zip(chain.parameters(), flat.split([p.numel() for p in chain.parameters()]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    torch.manual_seed(5)
+    with graphed.steady():
+        for _ in range(3):
+            claim = graphed.claim((x, scale), {})
+            claim.forward((x, scale), {})
+            claim.backward(up)
+    torch.manual_seed(5)
+    for _ in range(3):
+        twin(x, scale).backward(up)
+    assert torch.equal(flat, torch.cat([p.grad.flatten() for p in twin.parameters()]))
+
+
+@pytest.mark.parametrize(("make", "options"), [
+    (lambda: make_chain(tied=True), {"granularity": "layer"}),
+    (lambda: make_chain(skip=True), {"granularity": "layer"}),
+    (make_chain, {"scope": ["attn"]}),
+], ids=["a parameter of two regions", "a sum of gradients", "an eager stage"])
+def test_what_autograd_has_to_do_is_not_replayed_directly(make, options):
+    graphed = lending(make(), **options)
+    claim = graphed.claim((torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {})
+    assert isinstance(claim, Claim) and not claim.is_direct
+
+
+def test_gradients_that_nobody_keeps_are_not_lent():
+    graphed = graph(make_chain(), warmup=0)
+    assert not graphed.claim((torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {}).is_direct
+    assert graphed.claim((torch.randn(4, WIDTH), torch.ones(())), {}).is_direct
+
+
+def test_a_hook_on_a_parameter_still_runs():
+    chain = make_chain()
+    seen = []
+    chain.linears[0].weight.register_hook(lambda gradient: seen.append(1))
+    graphed = lending(chain)
+    assert not graphed.claim((torch.randn(4, WIDTH), torch.ones(())), {}).is_direct
+
+
+def test_a_second_backward_is_refused():
+    graphed = lending(make_chain())
+    claim = graphed.claim((torch.randn(4, WIDTH), torch.ones(())), {})
+    claim.forward((torch.randn(4, WIDTH), torch.ones(())), {})
+    claim.ticket.kept = True
+    claim.backward(None)
+    with pytest.raises(RuntimeError, match="a second time"):
+        claim.backward(None)
+
+
+def test_a_steady_block_begins_with_a_look_at_what_was_baked():
+    chain = make_chain()
+    graphed = lending(chain)
+    x, scale = torch.randn(4, WIDTH), torch.ones(())
+    graphed.claim((x, scale), {}).ticket.release()
+    chain.linears[0].weight.data = torch.zeros(WIDTH, WIDTH)
+    steady = graphed.steady()
+    with pytest.warns(UserWarning, match="storage of 'linears.0.weight' was replaced"):
+        steady.__enter__()
+    claim = graphed.claim((x, scale), {})
+    torch.manual_seed(3)
+    out = claim.forward((x, scale), {}).clone()
+    steady.__exit__(None, None, None)
+    torch.manual_seed(3)
+    assert torch.equal(out, chain(x, scale))
