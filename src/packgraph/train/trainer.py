@@ -22,7 +22,7 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.plan.learning_rate import learning_rate_at
-from packgraph.train.build import build_chunks, build_model, make_executor  # noqa: F401
+from packgraph.train.build import build_chunks, make_executor
 from packgraph.train.checkpoint import (
     LATEST,
     STATE,
