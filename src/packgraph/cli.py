@@ -54,7 +54,9 @@ PLAN_DESCRIPTION = """Draw a pipeline schedule: who runs what when, in which slo
 slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
 
     packgraph plan --ranks 4 --chunks 2 --microbatches 8 --svg plan.svg
-    packgraph plan --ranks 2 --microbatches 4 --capacities 1024,2048 --buckets 0,1,0,0"""
+    packgraph plan --ranks 2 --microbatches 4 --capacities 1024,2048 --buckets 0,1,0,0
+
+`packgraph plan DATA` chooses buckets for the lengths of documents instead; see `packgraph plan stdlib --help`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,6 +88,7 @@ def _top_level(words: list[str], commands: list[str]) -> int:
                "  train PRESET     train a model, for example: packgraph train qwen3-tiny\n"
                "  verify [PRESET]  check that graph and eager training agree bit by bit\n"
                "  plan             draw a pipeline schedule and count its slots\n"
+               "  plan DATA        choose buckets for the lengths of documents\n"
                "  bench NAME       time eager, compiled and graph runs side by side\n"
                "  export RUN DIR   write the newest checkpoint of a run as Hugging Face weights\n"
                "  presets          list the presets\n\n"
@@ -262,6 +265,22 @@ def _plan_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _plan_data(words: list[str]) -> int:
+    from packgraph.train.config import ConfigError
+    from packgraph.train.plan_data import INTRODUCTION, as_run_options, own_options, plan_data
+    from packgraph.train.presets import PRESETS
+
+    asked, rest = own_options(words)
+    config, own = _read(as_run_options(rest))
+    if own.help or config is None:
+        print(INTRODUCTION.format(preset=next(iter(PRESETS))))
+        return 0
+    if own.resume or own.steps is not None:
+        raise ConfigError(["--resume and --steps are no options of `packgraph plan`"])
+    print(plan_data(config, asked.batch, asked.json), end="")
+    return 0
+
+
 def _plan(words: list[str]) -> int:
     from packgraph.plan.drawing.picture import make_picture, picture_errors
     from packgraph.plan.drawing.summary import summarize, title
@@ -270,7 +289,10 @@ def _plan(words: list[str]) -> int:
     from packgraph.plan.schedule import legal_microbatches, make_schedule
     from packgraph.plan.schedule_csv import to_csv
     from packgraph.plan.slots import slot_counts
+    from packgraph.train.plan_data import is_data_plan
 
+    if is_data_plan(words):
+        return _plan_data(words)
     try:
         asked = _plan_parser().parse_args(words)
     except SystemExit as end:

@@ -72,11 +72,11 @@ class PackedRows:
                      for capacity, fills in self.fills)
         return shapes + cost.attention_us * self.pairs
 
-    def bound_us(self, cost: CostModel) -> float:
-        """Microseconds if every row had a shape of its own without padding: no set of buckets costs less."""
+    def above_bound(self, cost: CostModel) -> float:
+        """By what share the rows cost more than in shapes of their own without padding, which no buckets can beat."""
         shapes = sum(float(cost.shape_us(tokens, documents)) * rows
                      for _, fills in self.fills for (tokens, documents), rows in fills.items())
-        return shapes + cost.attention_us * self.pairs
+        return self.cost_us(cost) / (shapes + cost.attention_us * self.pairs) - 1 if self.rows else 0.0
 
 
 def pack_sample(lengths: Sequence[int], capacities: Iterable[Capacity], policy: PackingPolicy) -> PackedRows:

@@ -11,6 +11,7 @@ from packgraph.plan.bucket_sets import Corner, Fills, Grid, cost_of, grid_of, ne
 # Caps on the documents of a row are tried at these shares of the rows; what a cap costs in padding the packer shows.
 CAPS = (1.0, 0.999, 0.99, 0.97, 0.95, 0.9, 0.8, 0.6)
 PRUNED_AGAIN = 2
+PLACES = CostModel(microbatch_us=0, token_us=1, document_us=0, tile_us=0, attention_us=0)
 
 
 class Judge:
@@ -33,15 +34,23 @@ class Judge:
         return cost_of(corners, self.fills(corners), self.request.cost)
 
     def pruned(self, corners: tuple[Corner, ...]) -> tuple[Corner, ...]:
-        """`corners` without those that save too little; never without the largest."""
-        limit = self.cost(corners) * (1 + self.request.worth)
+        """`corners` without those that save too little, neither time nor places; never without the largest.
+
+        Places count too, where the model says that they cost nothing: a model of costs may be wrong about a machine.
+        """
+        costs = (self.request.cost, PLACES)
+        limits = [cost_of(corners, self.fills(corners), cost) * (1 + self.request.worth) for cost in costs]
+
+        def growth(rest: tuple[Corner, ...], fills: Fills) -> float:
+            return max(cost_of(rest, fills, cost) / limit for cost, limit in zip(costs, limits))
+
         while len(corners) > 1:
             rests = [corners[:index] + corners[index + 1 :] for index in range(len(corners) - 1)]
-            # Packed again are only those that would cost least if the rows stayed as they are.
+            # Packed again are only those that would grow least if the rows stayed as they are.
             fills = self.fills(corners)
-            rests = sorted(rests, key=lambda rest: cost_of(rest, fills, self.request.cost))[:PRUNED_AGAIN]
-            cost, rest = min((self.cost(rest), rest) for rest in rests)
-            if cost > limit:
+            rests = sorted(rests, key=lambda rest: growth(rest, fills))[:PRUNED_AGAIN]
+            least, rest = min((growth(rest, self.fills(rest)), rest) for rest in rests)
+            if least > 1:
                 break
             corners = rest
         return corners

@@ -15,7 +15,7 @@ class BucketRequest:
     max_buckets: how many at most. multiple: tokens of a bucket are a multiple of it. cost, pool_bytes: models of time
     and of a slot's pool; graph_bytes: device memory of one bucket's graphs beside the pool (about 10 kB a kernel).
     budget: bytes for all slots, None = no limit. slots: microbatches in flight. layers: that are captured.
-    worth: share of the cost that a bucket must save, else it is left out.
+    worth: share of the cost or of the places for tokens that a bucket must save, else it is left out.
     Raises ValueError that names every number that makes no sense.
     """
 

@@ -26,14 +26,17 @@ SEED = 0
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The chosen buckets. capacities: smallest first. sample: what packing the sample into them gave. pool_bytes: of
-    one slot, for each capacity (a slot's pool is as large as its largest, not the sum). memory_bytes: pools and graphs
-    of all slots. capture_seconds: for all buckets and slots. notes: what was dropped or left out, and why.
+    """The chosen buckets.
+
+    capacities: smallest first. sample, alone: what packing the sample into them gave, and into the largest only.
+    pool_bytes: of one slot, for each capacity (a slot's pool is as large as its largest, not the sum). notes: what was
+    dropped or left out, and why.
     """
 
     request: BucketRequest
     capacities: tuple[Capacity, ...]
     sample: PackedRows
+    alone: PackedRows
     pool_bytes: tuple[int, ...]
     notes: tuple[str, ...]
 
@@ -51,7 +54,7 @@ class BucketPlan:
     @property
     def above_bound(self) -> float:
         """By what share rows cost more than in shapes of their own without any padding."""
-        return self.sample.cost_us(self.request.cost) / self.sample.bound_us(self.request.cost) - 1
+        return self.sample.above_bound(self.request.cost)
 
 
 def choose_buckets(histogram: LengthHistogram, request: BucketRequest) -> BucketPlan:
@@ -70,7 +73,7 @@ def choose_buckets(histogram: LengthHistogram, request: BucketRequest) -> Bucket
     corners = min(proposals(judge, room.tokens, room.buckets), key=lambda found: (judge.cost(found), len(found)))
     capacities = tuple(Capacity(*corner) for corner in judge.pruned(corners))
     return BucketPlan(
-        request, capacities, pack_sample(lengths, capacities, policy),
+        request, capacities, pack_sample(lengths, capacities, policy), pack_sample(lengths, capacities[-1:], policy),
         tuple(request.pool_bytes(capacity) for capacity in capacities),
         room.notes + _overlong_note(histogram, room.tokens, policy))
 

@@ -1,8 +1,8 @@
 """One value of a configuration: from text or from a file's typed value to a Python type, and back to JSON.
 
-Known types: bool, int, float, str, `Literal[...]`, `X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `Capacity`, which
-is written `TOKENSxDOCUMENTS` or `TOKENSxDOCUMENTSxLONGEST`. The invariant: a value is taken only when nothing is
-guessed; `3.5` is no int, `1` is no bool, and a problem says what was expected and what was found.
+Known types: bool, int, float, str, `Literal[...]`, `X | None`, `X | Literal[...]`, `tuple[X, ...]`, `tuple[X, Y]` and
+`Capacity`, which is written `TOKENSxDOCUMENTS` or `TOKENSxDOCUMENTSxLONGEST`. The invariant: a value is taken only when
+nothing is guessed; `3.5` is no int, `1` is no bool, and a problem says what was expected and what was found.
 """
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def convert(value: Any, expected: Any, *, from_text: bool) -> Any:
     """`value` as `expected`. Text (`from_text`) is parsed; values of a file are checked. Raises ValueProblem."""
     origin = get_origin(expected)
     if origin in (Union, types.UnionType):
-        return _convert_optional(value, expected, from_text)
+        return _convert_union(value, expected, from_text)
     if origin is Literal:
         return _convert_literal(value, expected, from_text)
     if origin is tuple:
@@ -52,16 +52,23 @@ def convert(value: Any, expected: Any, *, from_text: bool) -> Any:
     raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
 
 
-def _convert_optional(value: Any, expected: Any, from_text: bool) -> Any:
-    inner = [argument for argument in get_args(expected) if argument is not type(None)]
-    if value is None or (isinstance(value, str) and value.lower() in NONE_WORDS):
+def _convert_union(value: Any, expected: Any, from_text: bool) -> Any:
+    """A value of `X | None`, `X | Literal[...]`: none and the words come first."""
+    if type(None) in get_args(expected) and (
+            value is None or (isinstance(value, str) and value.lower() in NONE_WORDS)):
         return None
+    members = [member for member in get_args(expected) if member is not type(None)]
+    words = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
+    if isinstance(value, str) and value in words:
+        return value
+    inner = [member for member in members if get_origin(member) is not Literal] or members
     if len(inner) != 1:
-        raise TypeError(f"unions other than `X | None` are not supported in a configuration: {expected}")
+        raise TypeError(f"unions of several types are not supported in a configuration: {expected}")
     try:
         return convert(value, inner[0], from_text=from_text)
     except ValueProblem as problem:
-        raise ValueProblem(f"{problem} (or `none`)") from None
+        others = [describe(member) for member in get_args(expected) if member is not inner[0]]
+        raise ValueProblem(f"{problem} (or {', '.join(f'`{other}`' for other in others)})") from None
 
 
 def _convert_literal(value: Any, expected: Any, from_text: bool) -> Any:

@@ -6,7 +6,8 @@ finished steps are then in a checkpoint, and a run without one leaves its name f
 """
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from rich.console import Console
 
 from packgraph.parallel.processes import Launch, processes
+from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config import ConfigError
 from packgraph.train.data import Microbatches, build_tokenizer, open_documents, open_microbatches
 from packgraph.train.options import TrainConfig, disagreements
@@ -50,10 +52,19 @@ def use_deterministic_kernels(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Microbatches:
-    """The resumable iterator of packs of `config`, after all sections were found to agree. Raises ConfigError.
+@dataclass(frozen=True)
+class Prepared:
+    """What a run starts from. config: with its capacities known. notes: what was chosen for it, for people."""
 
-    world: number of processes; each of them reads all packs.
+    config: TrainConfig
+    microbatches: Microbatches
+    notes: Sequence[str]
+
+
+def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepared:
+    """Open the data of `config`, after all sections were found to agree, and choose its capacities if they are auto.
+
+    world: number of processes; each of them reads all packs, and finds the same. Raises ConfigError and DataError.
     """
     problems = disagreements(config, device.type, world=world)
     if problems:
@@ -63,7 +74,14 @@ def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Micr
     if problems:
         raise ConfigError(problems)
     documents = open_documents(config.data)
-    return open_microbatches(config.data, documents, tokenizer, config.graph.packing_capacities())
+    config, notes = with_capacities(config, documents, tokenizer)
+    microbatches = open_microbatches(config.data, documents, tokenizer, config.graph.packing_capacities())
+    return Prepared(config, microbatches, notes)
+
+
+def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Microbatches:
+    """The resumable iterator of packs of `config`; see `prepare`."""
+    return prepare(config, device, world).microbatches
 
 
 def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[str, Any]]:
@@ -78,8 +96,11 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
     if config.run.deterministic:
         use_deterministic_kernels(device)
     folder = choose_folder(config)
+    if config.run.resume:
+        config = with_stored_capacities(folder, config)
     notes = check_same_run(folder, config, asked) if config.run.resume else []
-    microbatches = open_data(config, device, launch.world)
+    prepared = prepare(config, device, launch.world)
+    config = prepared.config
     # The folder was chosen before the processes meet, so all have looked before one of them creates it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
     with processes(config.parallel.layout(), device, launch) as mesh, \
@@ -87,9 +108,11 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
             ProgressView(config.run.steps, config.run.log_every, console) as view, stop_on_signals() as stop:
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
+        for note in prepared.notes:
+            view.note(note)
         for note in notes:
             view.note(f"attention: {note}")
-        trainer = Trainer(config, folder, microbatches, device, view, mesh)
+        trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh)
         try:
             if config.run.resume:
                 trainer.resume()

@@ -14,6 +14,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import tensor_problems
 from packgraph.plan.regions import scope_errors
+from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.data.config import DataConfig
 
 DEFAULT_DOCUMENTS_CAP = 50
@@ -75,7 +76,8 @@ class GraphConfig:
     scope: names of the stages to capture, such as attn,mlp; none = all.
     granularity: layer = one graph for each layer, chunk = one for all layers, step = one for a whole step.
     optimizer: with granularity step, the update of the weights is part of the graph too.
-    capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas.
+    capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas; auto = chosen from
+        the lengths of the documents, see the section buckets.
     max_documents: largest number of documents in a captured microbatch (50 when given without a value); packs with
         more run eagerly. none = the capacities alone decide.
     """
@@ -88,7 +90,7 @@ class GraphConfig:
     scope: tuple[str, ...] | None = None
     granularity: Literal["layer", "chunk", "step"] = "layer"
     optimizer: bool = False
-    capacities: tuple[Capacity, ...] = (Capacity(1024, 32),)
+    capacities: tuple[Capacity, ...] | Literal["auto"] = (Capacity(1024, 32),)
     max_documents: int | None = field(default=None, metadata={"bare": str(DEFAULT_DOCUMENTS_CAP)})
 
     def __post_init__(self) -> None:
@@ -105,13 +107,19 @@ class GraphConfig:
         cap = self.max_documents
         capped = {
             dataclasses.replace(capacity, documents=min(capacity.documents, cap or capacity.documents))
-            for capacity in self.capacities
+            for capacity in self.declared_capacities()
         }
         return sorted(capped)
 
     def packing_capacities(self) -> list[Capacity]:
         """The shapes packs may have, smallest first: the captured ones and, under a documents cap, the full ones."""
-        return sorted({*self.captured_capacities(), *self.capacities})
+        return sorted({*self.captured_capacities(), *self.declared_capacities()})
+
+    def declared_capacities(self) -> tuple[Capacity, ...]:
+        """`capacities` once they are known. Raises RuntimeError while they are to be chosen."""
+        if self.capacities == "auto":
+            raise RuntimeError("graph.capacities = auto: they are not chosen yet, which `train.launch.prepare` does")
+        return self.capacities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +209,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
+    buckets: BucketConfig = field(default_factory=BucketConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -273,7 +282,8 @@ def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
                      "nobody to take turns with")
     if parallel.tp > 1:
         found += tensor_problems(config.model, parallel.tp)
-    odd = [capacity.tokens for capacity in config.graph.packing_capacities() if capacity.tokens % parallel.tp]
+    known = [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
+    odd = [capacity.tokens for capacity in known if capacity.tokens % parallel.tp]
     if parallel.splits_rows and odd:
         found.append(f"parallel.tp = {parallel.tp} with parallel.sequence needs capacities whose tokens are a multiple "
                      f"of it, not {', '.join(map(str, odd))}; or set parallel.sequence = false")

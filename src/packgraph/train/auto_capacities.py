@@ -1,0 +1,108 @@
+"""`graph.capacities = auto`: the capacities of a run follow from the lengths of its documents.
+
+    documents ─▶ tokenizer ─▶ lengths ─▶ four of five: histogram ─▶ plan.buckets ─▶ capacities
+                                         one of five: held out, for what the plan says of documents it has not seen
+
+Lengths are read in the order of the first epoch, so a limited number of them is a sample, and every process finds the
+same capacities. What is chosen is written into the run's config.json like capacities that were given; a run that goes
+on takes them from there.
+"""
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from packgraph.plan.bucket_packing import PackingPolicy
+from packgraph.plan.bucket_request import BucketRequest
+from packgraph.plan.buckets import BucketPlan, choose_buckets
+from packgraph.plan.length_histogram import LengthHistogram
+from packgraph.plan.slots import slot_counts
+from packgraph.train.config import ConfigError, load_file, read_config
+from packgraph.train.data.source import DocumentSource
+from packgraph.train.data.tokenizer import Tokenizer
+from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
+from packgraph.train.options import TrainConfig
+from packgraph.train.run_folder import CONFIG
+
+HELD_OUT = 5  # one document in so many
+MULTIPLES = (64, 8, 1)  # of tokens, for the tiles of kernels; the first of which there are enough
+FEWEST_SIZES = 16
+GIBIBYTE = 2**30
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens of documents with anything to predict: those to plan by, and those held out.
+
+    read: documents of the source that were looked at; total: all that it has.
+    """
+
+    planned: tuple[int, ...]
+    held_out: tuple[int, ...]
+    read: int
+    total: int
+
+
+def read_lengths(config: TrainConfig, documents: DocumentSource, tokenizer: Tokenizer) -> Lengths:
+    """Tokenize up to `buckets.documents` documents. Raises DataError as training on them would."""
+    order = np.random.default_rng([config.data.seed, 0]).permutation(len(documents))[: config.buckets.documents]
+    found: list[int] = []
+    for index in order:
+        found += [len(whole) for whole in tokenizer.encode(documents[int(index)]) if whole.predicts]
+    planned = [length for number, length in enumerate(found) if (number + 1) % HELD_OUT]
+    return Lengths(tuple(planned), tuple(found[HELD_OUT - 1 :: HELD_OUT]), len(order), len(documents))
+
+
+def bucket_request(config: TrainConfig, *, batch: int | None = None) -> BucketRequest:
+    """What `config` asks of the planner. batch: documents packed at a time instead of the trainer's stream."""
+    buckets, parallel, model = config.buckets, config.parallel, config.model
+    policy = PackingPolicy(documents=batch or config.data.window, batches=batch is not None,
+                           overlong=config.data.overlong)
+    tile = next(tile for tile in MULTIPLES if buckets.max_tokens % tile == 0 and (
+        tile == 1 or buckets.max_tokens >= FEWEST_SIZES * tile))
+    multiple = math.lcm(tile, parallel.tp if parallel.splits_rows else 1)
+    layers = -(-model.num_layers // (parallel.pp * parallel.chunks))
+    slots = max(map(sum, slot_counts(parallel.pp, parallel.chunks))) if parallel.pp > 1 else config.graph.slots or 1
+    return BucketRequest(
+        policy=policy, max_tokens=buckets.max_tokens, max_buckets=buckets.max_count, multiple=multiple,
+        cost=decoder_cost(model, parallel.tp), slots=slots, layers=layers, graph_bytes=graph_bytes(layers),
+        pool_bytes=DecoderMemory(model, layers, 2 if config.run.dtype == "bfloat16" else 4, parallel.tp),
+        budget=None if buckets.memory_gib is None else int(buckets.memory_gib * GIBIBYTE))
+
+
+def plan_capacities(lengths: Lengths, request: BucketRequest) -> BucketPlan:
+    """The plan for documents of these lengths. Raises ConfigError naming the options that would help."""
+    try:
+        return choose_buckets(LengthHistogram.of(lengths.planned), request)
+    except ValueError as error:
+        raise ConfigError([f"graph.capacities = auto: {error} (buckets.max_tokens, buckets.memory_gib, data.overlong)"]
+                          ) from error
+
+
+def with_capacities(config: TrainConfig, documents: DocumentSource, tokenizer: Tokenizer
+                    ) -> tuple[TrainConfig, Sequence[str]]:
+    """`config` with its capacities chosen if they are `auto`, and what is to be said of it.
+
+    Raises DataError and ConfigError.
+    """
+    if config.graph.capacities != "auto":
+        return config, ()
+    lengths = read_lengths(config, documents, tokenizer)
+    plan = plan_capacities(lengths, bucket_request(config))
+    shown = ",".join(f"{found.tokens}x{found.documents}" for found in plan.capacities)
+    chosen = (f"capacities {shown}, chosen for {len(lengths.planned)} documents: expected padding "
+              f"{plan.sample.padding:.2%}")
+    return replace(config, graph=replace(config.graph, capacities=plan.capacities)), (chosen, *plan.notes)
+
+
+def with_stored_capacities(folder: Path, config: TrainConfig) -> TrainConfig:
+    """`config` with the capacities that the run in `folder` chose, if they are `auto`: a run goes on with its own.
+
+    Raises ConfigError when its config.json cannot be read.
+    """
+    if config.graph.capacities != "auto":
+        return config
+    stored = read_config(config, [load_file(folder / CONFIG)])
+    return replace(config, graph=replace(config.graph, capacities=stored.graph.capacities))

@@ -1,0 +1,66 @@
+"""What graphs of a decoder cost, from its shape alone, before a run has measured anything.
+
+Everything is scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (docs/LOG.md, first figures), so absolute
+numbers are a guide; which buckets are chosen depends on ratios only.
+"""
+from dataclasses import dataclass
+
+from packgraph.models.config import DenseConfig
+from packgraph.ops.loss import rows_per_chunk
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.bucket_cost import CostModel
+
+KERNELS_PER_LAYER = 75  # forward and backward, nothing fused
+BYTES_PER_KERNEL = 10_000  # of device memory in an instantiated graph
+MEASURED_LAYERS, MEASURED_HEADS, MEASURED_WEIGHTS = 28, 16 * 128, 596_000_000
+
+
+@dataclass(frozen=True)
+class DecoderMemory:
+    """Bytes of the pool that graphs of a decoder need, from its shape, until a run measures them.
+
+    layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and columns (tp).
+    A layer keeps for every token 6 vectors of the hidden size, 4 of the queries' and 4 of the keys' size (before and
+    after norm and rotation) and 4 of the MLP's; the loss keeps a gradient of the head and one chunk of logits. Within
+    15 % of what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures).
+    """
+
+    model: DenseConfig
+    layers: int
+    itemsize: int
+    parts: int = 1
+
+    def __call__(self, capacity: Capacity) -> int:
+        """Bytes for graphs of `capacity`."""
+        model = self.model
+        heads = 4 * (model.num_heads + model.num_kv_heads) * model.head_dim
+        per_token = 6 * model.hidden_size + (heads + 4 * model.intermediate_size) / self.parts
+        logits = min(capacity.tokens, rows_per_chunk(model.vocab_size)) * model.vocab_size * (4 + 2 * self.itemsize + 2)
+        head = 4 * model.vocab_size * model.hidden_size
+        return round(self.layers * per_token * self.itemsize * capacity.tokens + (logits + head) / self.parts)
+
+
+def graph_bytes(layers: int) -> int:
+    """Device memory of the graphs of one capacity beside the pool."""
+    return layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL
+
+
+def decoder_cost(model: DenseConfig, parts: int = 1) -> CostModel:
+    """The measured model's cost scaled to `model`: launches by layers, tokens by weights, attention by heads.
+
+    parts: ranks that share heads and columns (tp).
+    """
+    measured = CostModel()
+    layers = model.num_layers / MEASURED_LAYERS
+    heads = layers * model.num_heads * model.head_dim / MEASURED_HEADS / parts
+    return CostModel(
+        microbatch_us=measured.microbatch_us * layers, token_us=measured.token_us * _weights(model) / MEASURED_WEIGHTS
+        / parts, document_us=measured.document_us * heads, tile_us=measured.tile_us * heads,
+        attention_us=measured.attention_us * heads, capture_layer_seconds=measured.capture_layer_seconds)
+
+
+def _weights(model: DenseConfig) -> int:
+    """Weights that every token is multiplied by."""
+    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    return model.num_layers * (attention + mlp) + model.vocab_size * model.hidden_size
