@@ -1,5 +1,6 @@
 """Verify finds nothing where graphs are right, and names the tensor where they are not."""
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from packgraph.diagnose.compare import first_difference
 from packgraph.diagnose.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
 from packgraph.diagnose.verify import verify
 from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.random_state import random_states
 
@@ -90,6 +92,25 @@ def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(GraphedModule, "forward", forward)
     report = verify("broken", tiny_config("chunk", 0.0, 3), random_packs(1), CPU)
     assert {kind: difference.name for kind, difference in report.differences.items()} == {"random states": "cpu"}
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_graphs_of_whole_steps_are_verified(optimizer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("chunk", 0.1, 4)
+    config = replace(config, graph=replace(config.graph, granularity="step", optimizer=optimizer, strict=True))
+    report = verify("whole steps", config, random_packs(1), CPU)
+    assert report.good and set(report.fallbacks) <= {"warm-up"}
+    original = GraphedStep.__call__
+
+    def broken(self: GraphedStep, *args: Any) -> Any:
+        result = original(self, *args)
+        with torch.no_grad():
+            dict(self.modules[0].named_parameters())["norm.weight"].mul_(1.01)
+        return result
+
+    monkeypatch.setattr(GraphedStep, "__call__", broken)
+    report = verify("broken", config, random_packs(1), CPU)
+    assert not report.good and report.differences["parameters"].step == 3
 
 
 def test_nothing_replayed_is_no_success() -> None:

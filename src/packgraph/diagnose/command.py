@@ -14,7 +14,7 @@ from packgraph.diagnose.report import print_ranks_report, print_ranks_total, pri
 from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
+from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels
 from packgraph.train.options import TrainConfig
 
 MATRIX_STEPS = 30
@@ -29,6 +29,8 @@ def verify_command(config: TrainConfig | None, steps: int | None, *, one_process
     launch = Launch.read()
     device = choose_device("auto" if config is None else config.run.device, launch)
     use_deterministic_kernels(device)
+    if config is not None and config.graph.capacities == "auto":
+        config = prepare(config, device, launch.world).config
     if launch.world > 1:
         return _over_ranks(config, steps or MATRIX_STEPS, device, launch, one_process)
     if config is None:

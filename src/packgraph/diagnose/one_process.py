@@ -103,7 +103,8 @@ def compare_with_one_process(config: TrainConfig, packs: Iterator[PackedBatch], 
     Collective; all ranks return the report. Besides its own part, rank 0 needs memory for the whole model and its
     optimizer.
     """
-    config = replace(config, model=replace(config.model, dropout=0.0))
+    # The comparison stands between gradients and update, so the update cannot be in a graph with them.
+    config = replace(config, model=replace(config.model, dropout=0.0), graph=replace(config.graph, optimizer=False))
     report = OneProcessReport(config.run.dtype)
     run = Side(config, device, mesh)
     alone = Side(_for_one(config), device) if mesh.rank == 0 else None

@@ -38,10 +38,8 @@ class Side:
         batches: all packs of the step, on the host. in_flight: run all forwards before the first backward, where no
         schedule gives the order. Returns the share's loss, float32 [].
         """
-        set_random_states(self.random, self.device)
-        self.executor.before_step(step)
+        share = self._begin(step, batches)
         self.optimizer.zero_grad()
-        share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
         loss_tokens, overlap = count_loss_tokens(batches), self.optimizer.flat.overlap
         if in_flight and type(self.executor) is Executor:
             loss = accumulate(self.executor.loss, share, self.device, in_flight=True, loss_tokens=loss_tokens,
@@ -52,6 +50,19 @@ class Side:
         self.optimizer.flat.reduce()
         self.random = random_states(self.device)
         return loss
+
+    def whole_step(self, step: int, batches: Sequence[PackedBatch], learning_rate: float) -> tuple[Tensor, Tensor]:
+        """A step with its update, as the trainer makes it: loss of the share, and global gradient norm, float32 []."""
+        share = self._begin(step, batches)
+        loss, norm = self.executor.train_step(share, count_loss_tokens(batches), self.optimizer, learning_rate)
+        self.random = random_states(self.device)
+        return loss, norm
+
+    def _begin(self, step: int, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Go on from this run's random states and capture if due; this replica's share of the step."""
+        set_random_states(self.random, self.device)
+        self.executor.before_step(step)
+        return own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
 
     def parameters(self) -> dict[str, Tensor]:
         """The live memory of this rank's parameters and buffers by name."""

@@ -87,18 +87,26 @@ def verify(title: str, config: TrainConfig, packs: Iterator[PackedBatch], device
 
 def _compare_step(step: int, eager: Side, graph: Side, batches: list[PackedBatch], in_flight: bool,
                   config: TrainConfig, report: VerifyReport) -> None:
-    losses = [side.gradients_of(step, batches, in_flight) for side in (eager, graph)]
-    number = step + 1
-    report.note(LOSS, first_difference(number, {"loss": losses[0]}, {"loss": losses[1]}))
-    report.note(GRADIENTS, first_difference(number, eager.optimizer.gradients(), graph.optimizer.gradients()))
-    summed = GRADIENTS
-    if eager.mesh.world > 1:
-        summed = SUMMED
-        report.note(summed, first_difference(number, _sums(eager), _sums(graph)))
-    norms = [side.optimizer.step(config.optimizer.learning_rate) for side in (eager, graph)]
-    report.note(summed, first_difference(number, {"global norm": norms[0]}, {"global norm": norms[1]}))
+    number, rate = step + 1, config.optimizer.learning_rate
+    if config.graph.optimizer:
+        # The update is part of the graph, so gradients can be seen only as it leaves them: clipped.
+        losses, norms = zip(*(side.whole_step(step, batches, rate) for side in (eager, graph)), strict=True)
+        _compare_gradients(number, eager, graph, losses, report)
+    else:
+        losses = tuple(side.gradients_of(step, batches, in_flight) for side in (eager, graph))
+        _compare_gradients(number, eager, graph, losses, report)
+        norms = tuple(side.optimizer.step(rate) for side in (eager, graph))
+    report.note(SUMMED if eager.mesh.world > 1 else GRADIENTS,
+                first_difference(number, {"global norm": norms[0]}, {"global norm": norms[1]}))
     report.note(PARAMETERS, first_difference(number, eager.parameters(), graph.parameters()))
     report.note(RANDOM, first_difference(number, eager.random, graph.random))
+
+
+def _compare_gradients(number: int, eager: Side, graph: Side, losses: tuple[Tensor, ...], report: VerifyReport) -> None:
+    report.note(LOSS, first_difference(number, {"loss": losses[0]}, {"loss": losses[1]}))
+    report.note(GRADIENTS, first_difference(number, eager.optimizer.gradients(), graph.optimizer.gradients()))
+    if eager.mesh.world > 1:
+        report.note(SUMMED, first_difference(number, _sums(eager), _sums(graph)))
 
 
 def _sums(side: Side) -> dict[str, Tensor]:
