@@ -130,6 +130,11 @@ def test_a_run_chooses_writes_and_goes_on_with_its_capacities(path: Path, tmp_pa
     assert json.loads((tmp_path / "x" / "config.json").read_text())["graph"]["capacities"] == stored
 
 
+def test_verify_chooses_too(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["verify", "qwen3-tiny", *SMALL, "--data.source", "jsonl", "--data.path", str(path), "--steps", "4"]
+    assert cli.main(words) == 0, capsys.readouterr()
+
+
 def test_the_command_explains_a_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(path), "--buckets.max-tokens", "128"]
     assert cli.main(words) == 0
