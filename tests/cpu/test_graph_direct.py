@@ -7,6 +7,7 @@ from torch import nn
 
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.microbatch import forward_backward
 from packgraph.plan.stages import Stage, run_stages
 
 WIDTH = 8
@@ -167,3 +168,41 @@ def test_a_steady_block_begins_with_a_look_at_what_was_baked():
     steady.__exit__(None, None, None)
     torch.manual_seed(3)
     assert torch.equal(out, chain(x, scale))
+
+
+class Scored(Chain):
+    """A chain with a loss at its end."""
+
+    def stages(self):
+        head = Stage("head", len(self.linears), lambda state: {**state, "hidden": state["hidden"].pow(2).mean()})
+        return [*super().stages(), head]
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": ["attn"]}, {"granularity": "layer"}], ids=str)
+@pytest.mark.parametrize("looks", [False, True])
+def test_forward_and_backward_in_one_go_equal_eager_bitwise(options, looks):
+    traces, seen = [], []
+    for graphs in (False, True):
+        torch.manual_seed(1)
+        module = Scored()
+        graphed = graph(module, warmup=0, **options)
+        torch.manual_seed(2)
+        trace = []
+        for tokens in (4, 6, 4, 4, 6):
+            args = torch.randn(tokens, WIDTH), torch.rand(())
+            if graphs:
+                loss = forward_backward(graphed, *args, before=seen.append if looks else None)
+            else:
+                loss = module(*args)
+                loss.backward()
+            trace += [loss.detach().clone(), *(p.grad.clone() for p in module.parameters()), torch.get_rng_state()]
+        traces.append(trace)
+    assert all(torch.equal(a, b) for a, b in zip(*traces, strict=True))
+    assert graphed.stats.replayed == 5 and len(seen) == 5 * looks
+
+
+def test_a_fallback_in_one_go_is_counted_once():
+    graphed = graph(Scored(), warmup=1)
+    for _ in range(3):
+        forward_backward(graphed, torch.randn(4, WIDTH), torch.rand(()))
+    assert dict(graphed.stats.fallbacks) == {"warm-up": 1} and graphed.stats.replayed == 2

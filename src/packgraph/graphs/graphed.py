@@ -109,7 +109,7 @@ class GraphedModule(Wrapper):
         """Call the module: by replay where possible, eagerly otherwise."""
         claim = self.claim(args, kwargs)
         if isinstance(claim, str):
-            return self._eagerly(claim, args, kwargs)
+            return self.fall_back(claim, args, kwargs)
         return claim.run(args, kwargs)
 
     def claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
@@ -250,7 +250,8 @@ class GraphedModule(Wrapper):
         if self._refusal is not None and (self.strict or self._refusal != known):
             self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy))
 
-    def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call eagerly that could not be claimed, counted under `reason`."""
         self.stats.fallbacks[reason] += 1
         result = self.module(*args, **kwargs)
         if reason == fallback.WARM_UP:

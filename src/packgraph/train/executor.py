@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.graphs.microbatch import forward_backward
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.optimizer import Optimizer
@@ -57,7 +58,17 @@ class Executor:
     def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
                  before_last: BeforeLast | None = None) -> Tensor:
         """Forward and backward of all microbatches of a step; see `step.accumulate`."""
-        return accumulate(self.loss, batches, self._device, loss_tokens=loss_tokens, before_last=before_last)
+        if not self._graphed or not self._warm:
+            return accumulate(self.loss, batches, self._device, loss_tokens=loss_tokens, before_last=before_last)
+        (graphed,) = self._graphed
+        tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        with graphed.steady():
+            for batch in batches[:-1]:
+                total += forward_backward(graphed, batch.to(self._device), tokens_in_step)
+            for batch in batches[-1:]:
+                total += forward_backward(graphed, batch.to(self._device), tokens_in_step, before=before_last)
+        return total
 
     def train_step(self, batches: Sequence[PackedBatch], loss_tokens: int, optimizer: Optimizer, learning_rate: float
                    ) -> tuple[Tensor, Tensor]:
@@ -66,7 +77,7 @@ class Executor:
         batches: packs on the host. loss_tokens: of the step on all replicas. Both results are float32 [] on the device.
         """
         optimizer.zero_grad()
-        loss = self.run_step(batches, loss_tokens, optimizer.flat.overlap)
+        loss = self.run_step(batches, loss_tokens, optimizer.flat.overlap if optimizer.flat.group is not None else None)
         return loss, optimizer.step(learning_rate)
 
     def before_step(self, steps_done: int) -> bool:
