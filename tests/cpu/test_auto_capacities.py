@@ -9,7 +9,7 @@ from trainkit import CPU, tiny
 
 from packgraph import cli
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.bucket_cost import CostModel
+from packgraph.plan.bucket_cost import FLASH4, CostModel
 from packgraph.train.auto_capacities import bucket_request, read_lengths, with_capacities
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.config import ConfigError, Layer, read_config, to_dict
@@ -79,6 +79,9 @@ def test_what_the_run_is_like_goes_into_the_request(path: Path) -> None:
     assert bucket_request(config).slots == 3
     split = bucket_request(replace(config, parallel=ParallelConfig(tp=6)))
     assert split.multiple % 6 == 0
+    flash = replace(config, model=replace(config.model, attention_backend="flash"))
+    assert bucket_request(flash).cost == decoder_cost(config.model, measured=FLASH4) != request.cost
+    assert bucket_request(config, device=CPU).cost == request.cost
     piped = bucket_request(replace(config, parallel=ParallelConfig(pp=2)))
     assert (piped.layers, piped.slots) == (1, 2), "a stage has its part of the layers and the slots of its schedule"
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from packgraph.ops.attention import choose_backend
+from packgraph.plan.bucket_cost import FLASH4, CostModel
 from packgraph.plan.bucket_packing import PackingPolicy
 from packgraph.plan.bucket_request import BucketRequest
 from packgraph.plan.buckets import BucketPlan, choose_buckets
@@ -55,8 +58,13 @@ def read_lengths(config: TrainConfig, documents: DocumentSource, tokenizer: Toke
     return Lengths(tuple(planned), tuple(found[HELD_OUT - 1 :: HELD_OUT]), len(order), len(documents))
 
 
-def bucket_request(config: TrainConfig, *, batch: int | None = None) -> BucketRequest:
-    """What `config` asks of the planner. batch: documents packed at a time instead of the trainer's stream."""
+def bucket_request(config: TrainConfig, *, batch: int | None = None, device: torch.device | None = None
+                   ) -> BucketRequest:
+    """What `config` asks of the planner.
+
+    batch: documents packed at a time instead of the trainer's stream. device: of the run, where it is known; it says
+    which attention kernels there are, and they what a place for a document costs.
+    """
     buckets, parallel, model = config.buckets, config.parallel, config.model
     policy = PackingPolicy(documents=batch or config.data.window, batches=batch is not None,
                            overlong=config.data.overlong)
@@ -67,9 +75,18 @@ def bucket_request(config: TrainConfig, *, batch: int | None = None) -> BucketRe
     slots = max(map(sum, slot_counts(parallel.pp, parallel.chunks))) if parallel.pp > 1 else config.graph.slots or 1
     return BucketRequest(
         policy=policy, max_tokens=buckets.max_tokens, max_buckets=buckets.max_count, multiple=multiple,
-        cost=decoder_cost(model, parallel.tp), slots=slots, layers=layers, graph_bytes=graph_bytes(layers),
+        cost=decoder_cost(model, parallel.tp, FLASH4 if _attention(config, device) == "flash" else CostModel()),
+        slots=slots, layers=layers, graph_bytes=graph_bytes(layers),
         pool_bytes=DecoderMemory(model, layers, 2 if config.run.dtype == "bfloat16" else 4, parallel.tp),
         budget=None if buckets.memory_gib is None else int(buckets.memory_gib * GIBIBYTE))
+
+
+def _attention(config: TrainConfig, device: torch.device | None) -> str:
+    """Name of the attention backend of the run; auto where that depends on a device that is not known."""
+    model = config.model
+    if model.attention_backend != "auto" or device is None:
+        return model.attention_backend
+    return choose_backend(device, getattr(torch, config.run.dtype), model.head_dim, model.head_dim).name
 
 
 def plan_capacities(lengths: Lengths, request: BucketRequest) -> BucketPlan:
@@ -81,8 +98,8 @@ def plan_capacities(lengths: Lengths, request: BucketRequest) -> BucketPlan:
                           ) from error
 
 
-def with_capacities(config: TrainConfig, documents: DocumentSource, tokenizer: Tokenizer
-                    ) -> tuple[TrainConfig, Sequence[str]]:
+def with_capacities(config: TrainConfig, documents: DocumentSource, tokenizer: Tokenizer,
+                    device: torch.device | None = None) -> tuple[TrainConfig, Sequence[str]]:
     """`config` with its capacities chosen if they are `auto`, and what is to be said of it.
 
     Raises DataError and ConfigError.
@@ -90,7 +107,7 @@ def with_capacities(config: TrainConfig, documents: DocumentSource, tokenizer: T
     if config.graph.capacities != "auto":
         return config, ()
     lengths = read_lengths(config, documents, tokenizer)
-    plan = plan_capacities(lengths, bucket_request(config))
+    plan = plan_capacities(lengths, bucket_request(config, device=device))
     shown = ",".join(f"{found.tokens}x{found.documents}" for found in plan.capacities)
     chosen = (f"capacities {shown}, chosen for {len(lengths.planned)} documents: expected padding "
               f"{plan.sample.padding:.2%}")

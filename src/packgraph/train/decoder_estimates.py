@@ -45,12 +45,13 @@ def graph_bytes(layers: int) -> int:
     return layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL
 
 
-def decoder_cost(model: DenseConfig, parts: int = 1) -> CostModel:
+def decoder_cost(model: DenseConfig, parts: int = 1, measured: CostModel | None = None) -> CostModel:
     """The measured model's cost scaled to `model`: launches by layers, tokens by weights, attention by heads.
 
-    parts: ranks that share heads and columns (tp).
+    parts: ranks that share heads and columns (tp). measured: cost of the measured model, with torch's varlen attention
+    by default.
     """
-    measured = CostModel()
+    measured = measured or CostModel()
     layers = model.num_layers / MEASURED_LAYERS
     heads = layers * model.num_heads * model.head_dim / MEASURED_HEADS / parts
     return CostModel(

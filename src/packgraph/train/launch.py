@@ -74,7 +74,7 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
     if problems:
         raise ConfigError(problems)
     documents = open_documents(config.data)
-    config, notes = with_capacities(config, documents, tokenizer)
+    config, notes = with_capacities(config, documents, tokenizer, device)
     microbatches = open_microbatches(config.data, documents, tokenizer, config.graph.packing_capacities())
     return Prepared(config, microbatches, notes)
 
