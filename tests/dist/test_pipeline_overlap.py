@@ -105,7 +105,8 @@ def test_reductions_start_before_the_end_of_a_step_and_change_nothing(tmp_path):
     graphs = run(tmp_path, "overlap", granularity="chunk")
     assert not differing(plain, overlapped) and not differing(plain, graphs)
     for _, launched, spans in (*overlapped, *graphs):
-        assert spans > 2 and max(launched) == spans, "the last backward of the step has started the last span"
+        # Also when graphs are replayed, after two steps of warm-up.
+        assert spans > 2 and max(launched[2:]) == spans, "the last backward of the step has started the last span"
     assert all(max(launched) == 0 for _, launched, _ in plain)
 
 
