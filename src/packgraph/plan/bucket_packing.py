@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.waiting import pack_lengths
 from packgraph.plan.bucket_cost import CostModel
-from packgraph.plan.bucket_sets import Corner, Fills
+from packgraph.plan.bucket_sets import Corner, Fills, tight_cost
 from packgraph.plan.length_histogram import Overlong
 
 
@@ -74,9 +74,8 @@ class PackedRows:
 
     def above_bound(self, cost: CostModel) -> float:
         """By what share the rows cost more than in shapes of their own without padding, which no buckets can beat."""
-        shapes = sum(float(cost.shape_us(tokens, documents)) * rows
-                     for _, fills in self.fills for (tokens, documents), rows in fills.items())
-        return self.cost_us(cost) / (shapes + cost.attention_us * self.pairs) - 1 if self.rows else 0.0
+        bound = tight_cost(self.all_fills, cost) + cost.attention_us * self.pairs
+        return self.cost_us(cost) / bound - 1 if self.rows else 0.0
 
 
 def pack_sample(lengths: Sequence[int], capacities: Iterable[Capacity], policy: PackingPolicy) -> PackedRows:
