@@ -288,14 +288,18 @@ class RecorderWindow:
         """Place all blocks, bind the graphs to them, and poison what the capture has computed."""
         if any(block.death is None for block in self.blocks):
             gc.collect()
+        # Held while blocks are placed: the threads of transfers let go of their tensors when they like.
+        held = [block.storage() if block.death is None else None for block in self.blocks]
+        for block, storage in zip(self.blocks, held, strict=True):
+            if storage is None and block.death is None:
+                block.death = self.clock
         places: list[Any] = [None] * len(self.blocks)
         pool_of = {True: self.brief, False: self.pool}
         for pool in dict.fromkeys((self.pool, self.brief)):
             numbers = [number for number, block in enumerate(self.blocks) if pool_of[block.brief] is pool]
             for number, found in zip(numbers, pool.place([self.blocks[n] for n in numbers]), strict=True):
                 places[number] = found
-        for number, block in enumerate(self.blocks):
-            storage = block.storage() if places[number] is None else None
+        for number, storage in enumerate(held):
             if storage is not None:
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
                 places[number] = storage
