@@ -6,7 +6,7 @@ can take and granularity layer and chunk, with dropout.
 """
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -68,6 +68,11 @@ def budget_of(step: int) -> int:
     return BUDGETS[step % len(BUDGETS)]
 
 
+def budget_over(replicas: int) -> Callable[[int], int]:
+    """Budgets that reach all replicas in some steps, and leave some without a pack in others."""
+    return lambda step: budget_of(step) * ((replicas + 1) // 2)
+
+
 def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
     """The tiny model with as many layers and heads as `layout` (dp filled in) has stages and parts of a matrix.
 
@@ -95,4 +100,4 @@ def ranks_matrix(device: torch.device, steps: int, world: int, *, one_process: b
         chunks = f" x {config.parallel.chunks} chunks" if config.parallel.chunks > 1 else ""
         title = f"dp={layout.dp}, pp={layout.pp}{chunks}, tp={layout.tp}, granularity {granularity}, dropout 0.1"
         yield verify_ranks(title, config, lambda: random_packs(seed=1), device, make_mesh(layout, device),
-                           one_process=one_process, budget=budget_of)
+                           one_process=one_process, budget=budget_over(layout.dp or 1))
