@@ -6,7 +6,13 @@ from torch import Tensor
 
 from packgraph.ops.attention import attention, attention_metadata, choose_backend
 from packgraph.ops.attention_flash import flash_problems
-from packgraph.ops.loss import linear_cross_entropy, naive_linear_cross_entropy
+from packgraph.ops.loss import (
+    IGNORED,
+    gradient_of_logits,
+    linear_cross_entropy,
+    naive_gradient_of_logits,
+    naive_linear_cross_entropy,
+)
 from packgraph.ops.norm import naive_rms_norm, rms_norm
 
 pytestmark = [pytest.mark.gpu,
@@ -172,3 +178,17 @@ def test_rms_norm_equals_naive(dtype):
         results.append([function(*leaves, 1e-6).detach(), *(leaf.grad for leaf in leaves)])
     for ours, theirs in zip(*results):
         assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [1000, 151_936])
+def test_losses_and_gradients_of_logits_equal_the_operations(size: int) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(300, size, device="cuda")).bfloat16()
+    labels = torch.randint(0, size, (300,), device="cuda").masked_fill_(torch.rand(300, device="cuda") < 0.2, IGNORED)
+    expected_losses, losses = torch.empty(2, 300, device="cuda")
+    expected = naive_gradient_of_logits(logits.clone(), labels, expected_losses, wanted=True)
+    found = gradient_of_logits(logits, labels, losses, wanted=True)
+    assert found is not None and expected is not None
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-7)
+    assert not found[labels == IGNORED].any()

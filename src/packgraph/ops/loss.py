@@ -8,6 +8,7 @@ the backward pass: no second product with the head, which is a quarter of the wo
 the label -100 contribute exactly zero, whatever their hidden state holds. Nothing is atomic, so results
 repeat bitwise.
 """
+import importlib.util
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-CHUNK_ELEMENTS = 2**27  # logits of one chunk: 512 MiB in float32
+CHUNK_ELEMENTS = 2**28  # logits of one chunk: 512 MiB in bfloat16
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def token_count(labels: Tensor) -> Tensor:
@@ -66,14 +68,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             counted = (labels[part] != IGNORED)[:, None]
             chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            log_probabilities = torch.log_softmax(chunk_hidden @ weight.t(), dim=-1, dtype=torch.float32)
-            target = labels[part, None].masked_fill(~counted, 0)
-            target_log_probability = log_probabilities.gather(1, target)
-            losses[part] = -target_log_probability.masked_fill(~counted, 0.0)[:, 0]
-            if not (want_hidden or want_weight):
+            grad_logits = gradient_of_logits(chunk_hidden @ weight.t(), labels[part], losses[part],
+                                             wanted=want_hidden or want_weight)
+            if grad_logits is None:
                 continue
-            grad_logits = _logits_gradient(log_probabilities, target, target_log_probability, counted)
-            grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ weight
             if want_weight:
@@ -99,9 +97,28 @@ def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
 
 
-def _logits_gradient(log_probabilities: Tensor, target: Tensor, target_log_probability: Tensor,
-                     counted: Tensor) -> Tensor:
-    """softmax - one_hot, written over `log_probabilities` [C, V]; zero in rows that do not count."""
+def gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool) -> Tensor | None:
+    """Write the loss of every row to `losses`; returns the gradient of `logits`, in their dtype, if `wanted`.
+
+    logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one kernel does it all, see
+    `ops/loss_kernel.py`.
+    """
+    if HAS_TRITON and logits.is_cuda:
+        from packgraph.ops.loss_kernel import logits_to_gradients
+        logits_to_gradients(logits, labels, losses)
+        return logits if wanted else None
+    return naive_gradient_of_logits(logits, labels, losses, wanted=wanted)
+
+
+def naive_gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool) -> Tensor | None:
+    """The specification of `gradient_of_logits`, by single operations."""
+    counted = (labels != IGNORED)[:, None]
+    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    target = labels[:, None].masked_fill(~counted, 0)
+    target_log_probability = log_probabilities.gather(1, target)
+    losses.copy_(-target_log_probability.masked_fill(~counted, 0.0)[:, 0])
+    if not wanted:
+        return None
     probabilities = log_probabilities.exp_()
     probabilities.scatter_(1, target, torch.expm1(target_log_probability))  # p - 1 without cancellation
-    return probabilities.masked_fill_(~counted, 0.0)
+    return probabilities.masked_fill_(~counted, 0.0).to(logits.dtype)

@@ -1,0 +1,38 @@
+"""The kernel for losses and gradients of logits against the operations it replaces, in Triton's interpreter."""
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from packgraph.ops.loss import HAS_TRITON, IGNORED, naive_gradient_of_logits
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
+INSIDE = "TRITON_INTERPRET"
+
+
+@pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in a process of its own")
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 50), (torch.bfloat16, 9000)], ids=str)
+def test_kernel_equals_the_operations(dtype, size):
+    from packgraph.ops.loss_kernel import logits_to_gradients
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(6, size)).to(dtype)
+    logits[1, 7] = 60.0  # a target with probability 1
+    labels = torch.tensor([3, 7, IGNORED, size - 1, 0, 5])
+    expected_losses, losses = torch.empty(6), torch.empty(6)
+    expected = naive_gradient_of_logits(logits.clone(), labels, expected_losses, wanted=True)
+    logits_to_gradients(logits, labels, losses)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-7)
+    assert not logits[2].any() and losses[2] == 0
+
+
+@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
+def test_in_the_interpreter():
+    assert importlib.util.find_spec("triton") is not None
+    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
