@@ -4,6 +4,7 @@ It is made of the trainer's parts and runs a step as the trainer does, at any la
 gradients reduced while the last backward runs, and the optimizer that all replicas share.
 """
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ class Side:
         self.device, self.mesh = device, mesh or single_process()
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, self.mesh)
-        self.executor = make_executor(self.model, config, device, self.mesh)
+        # Some steps have all their microbatches in flight.
+        several = replace(config, graph=replace(config.graph, slots=None))
+        self.executor = make_executor(self.model, several, device, self.mesh)
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=config.parallel.splits_rows))
         self.random = random_states(device)
 

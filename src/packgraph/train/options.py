@@ -71,7 +71,7 @@ class GraphConfig:
     enabled: capture and replay graphs; false trains eagerly.
     backend: cuda = CUDA graphs, recorder = the CPU backend, auto = what the device has.
     warmup: optimizer steps that run eagerly before the graphs are captured.
-    slots: microbatches that may be in flight at once; none = as many as come.
+    slots: microbatches that may be in flight at once; none = as many as come. Training runs one after the other.
     strict: stop with an error where a graph cannot be captured, instead of going on eagerly.
     scope: names of the stages to capture, such as attn,mlp; none = all.
     granularity: layer = one graph for each layer, chunk = one for all layers, step = one for a whole step.
@@ -85,7 +85,7 @@ class GraphConfig:
     enabled: bool = True
     backend: Literal["auto", "cuda", "recorder"] = "auto"
     warmup: int = 2
-    slots: int | None = None
+    slots: int | None = 1
     strict: bool = False
     scope: tuple[str, ...] | None = None
     granularity: Literal["layer", "chunk", "step"] = "layer"
