@@ -6,7 +6,7 @@ random states.
 """
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state
 from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, raised_line
-from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, known_generators
+from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.slot import Slot
@@ -68,7 +68,8 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
-            aliased_parameters(program.module) as aliases, backend.window(slot.pool, slot.brief, journal) as window:
+            aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True), \
+            backend.window(slot.pool, slot.brief, journal) as window:
         watched = ObservedProgram(program, effects)
         build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends)
         return build.capture(args, kwargs)
@@ -82,14 +83,41 @@ def rehearse(program: Program, backend: Backend, observed: Observed,
     graph knows only their addresses. Empty where the backend needs no rehearsal (and keeps them itself).
     Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
     """
+    return _once(program, backend, observed, args, kwargs, backend.warm_up)
+
+
+def compile_ahead(program: Program, backend: Backend, observed: Observed,
+                  args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run forward and backward once, watched and undone, so that all compiled code is there before a call needs it.
+
+    Raises CaptureError at the line of what cannot be compiled.
+    """
+    _once(program, backend, observed, args, kwargs, lambda work: work())
+
+
+def _once(program: Program, backend: Backend, observed: Observed, args: tuple[Any, ...], kwargs: dict[str, Any],
+          how: Callable[[Callable[[], None]], None]) -> list[torch.Tensor]:
+    """Have `how` run forward and backward, undone; the tensors from outside that captured code has read."""
     effects = HostEffects(program.module, program.volatile, program.assigned)
     watched = ObservedProgram(program, effects)
     with explained(), undone(program.module, backend, effects) as journal, \
-            aliased_parameters(program.module) as aliases:
+            aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
         parameters, read = [*aliases.alias_of.values()], list[torch.Tensor]()
-        backend.warm_up(lambda: read.extend(
-            _run_watched(watched, backend, observed, journal, parameters, args, kwargs)))
+        how(lambda: read.extend(_run_watched(watched, backend, observed, journal, parameters, args, kwargs)))
         return [tensor.detach() for tensor in read]
+
+
+@contextlib.contextmanager
+def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
+    """Within the block captured stages run as compiled code, if `there` is any. fixed: all of it was compiled before,
+    and code that would have to be compiled now is an error, since a capture cannot hold that.
+    """
+    with contextlib.ExitStack() as stack:
+        if there:
+            stack.enter_context(compiled_stages())
+        if there and fixed:
+            stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+        yield
 
 
 def _run_watched(program: Program, backend: Backend, observed: Observed, journal: Journal, parameters: list[Any],

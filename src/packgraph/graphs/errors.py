@@ -4,6 +4,7 @@ A message says what happened, where in the user's code, and what to do. The user
 lies neither in torch nor in the capture machinery; packgraph's own models and ops count as user code.
 """
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -15,6 +16,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PACKAGE = Path(__file__).parent.parent
 _MACHINERY = tuple(str(_PACKAGE / room) + os.sep for room in ("graphs", "plan", "packing"))
 _STDLIB = str(Path(traceback.__file__).parent) + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^,\n]+)')
 _TYPED_IN = ("<stdin>", "<ipython", "<input>", "<string>", "<console>")
 
 
@@ -33,7 +35,7 @@ class CaptureError(RuntimeError):
         self.what, self.where, self.remedy = what, where, remedy
 
 
-def _is_user_file(name: str) -> bool:
+def is_user_file(name: str) -> bool:
     if name.startswith("<"):
         return name.startswith(_TYPED_IN)
     if name.startswith((_TORCH, *_MACHINERY)):
@@ -45,7 +47,7 @@ def user_line(frame: FrameType | None = None) -> str:
     """`file.py:LINE in function` of the innermost user frame of the running call stack."""
     frame = frame or sys._getframe(1)
     while frame is not None:
-        if _is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the autograd engine"
@@ -55,6 +57,14 @@ def raised_line(trace: TracebackType | None) -> str:
     """`file.py:LINE in function` of the innermost user frame that an exception passed through."""
     found = ""
     for frame, line in traceback.walk_tb(trace):
-        if _is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             found = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return found or user_line()
+
+
+def traced_line(stack: str | None) -> str:
+    """`file.py:LINE in function` of the innermost user frame of a stack that torch has kept as text; empty if none."""
+    for name, line, function in reversed(_FRAME.findall(stack or "")):
+        if is_user_file(name):
+            return f"{name}:{line} in {function}"
+    return ""

@@ -51,7 +51,9 @@ class Stats:
     captured: variants captured, counting every region of every slot and key. replayed: calls served by graphs.
     fallbacks: calls served eagerly, by reason. recaptures: variants dropped and why (a larger bucket took their slot,
     a parameter's storage was replaced). capture_seconds: time spent capturing. pool_bytes: memory that the pools of
-    all slots hold now.
+    all slots hold now. compiled: pieces of code that torch.compile made, each a forward and its backward. recompiles:
+    those of them that were made for stages that had code already: for other inputs (another bucket), or for other
+    constants. compile_seconds: time spent generating code.
     """
 
     captured: int = 0
@@ -59,6 +61,9 @@ class Stats:
     fallbacks: Counter[str] = field(default_factory=Counter)
     recaptures: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
+    compiled: int = 0
+    recompiles: Counter[str] = field(default_factory=Counter)
+    compile_seconds: float = 0.0
     _pool_bytes: Callable[[], int] = field(default=int, repr=False)
 
     @property

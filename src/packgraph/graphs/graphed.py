@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
-from packgraph.graphs.capture import capture_variant, rehearse
+from packgraph.graphs.capture import capture_variant, compile_ahead, rehearse
 from packgraph.graphs.choose import choose_backend
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
@@ -25,7 +25,7 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Change, Fingerprint
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
-from packgraph.graphs.program import Program
+from packgraph.graphs.program import Program, StageCompiler
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
@@ -44,6 +44,7 @@ def graph(
     strict: bool = False,
     scope: Iterable[str] | None = None,
     granularity: str = "chunk",
+    compile: bool | str = False,
 ) -> "GraphedModule":
     """Wrap `module` so that training calls replay captured graphs.
 
@@ -52,12 +53,14 @@ def graph(
     (CPU) or `auto`. warmup: eager training calls before the first capture. slots: microbatches that may be in flight
     (forward done, backward not); None follows what the loop does. strict: raise CaptureError instead of falling
     back to eager. scope: names of the stages to capture (None = all). granularity: `layer` or `chunk`,
-    where graphs are cut.
+    where graphs are cut. compile: whether the stages that are captured go through torch.compile first, one piece of
+    code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A string names
+    another of torch's compilers than `inductor` (`aot_eager` for tests).
 
-    Raises ValueError for an illegal scope, backend or count, with all reasons; CaptureError if `strict` and the module
-    cannot be captured at all (DistributedDataParallel, fully sharded parameters, module hooks).
+    Raises ValueError for an illegal scope, backend, compiler or count, with all reasons; CaptureError if `strict` and
+    the module cannot be captured at all (DistributedDataParallel, fully sharded parameters, module hooks).
     """
-    return GraphedModule(module, capacities, backend, warmup, slots, strict, scope, granularity)
+    return GraphedModule(module, capacities, backend, warmup, slots, strict, scope, granularity, compile)
 
 
 class GraphedModule(Wrapper):
@@ -68,13 +71,15 @@ class GraphedModule(Wrapper):
     """
 
     def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str,
-                 warmup: int, slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str) -> None:
+                 warmup: int, slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str,
+                 compile: bool | str = False) -> None:
         super().__init__(module)
         if warmup < 0 or (slots is not None and slots < 1):
             raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
         self.capacities = () if capacities is None else read_capacities(capacities)
         self.strict = strict
-        self._program = Program(module, scope, granularity)
+        self.stats = Stats()
+        self._program = Program(module, scope, granularity, _compiler(compile, self.stats))
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
         self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
@@ -86,11 +91,11 @@ class GraphedModule(Wrapper):
         self._lock = threading.RLock()
         self._rehearsed: dict[Hashable, list[torch.Tensor]] = {}
         self._failed: set[Hashable] = set()
+        self._coded: set[Hashable] = set()
         self._closed = False
         self._steady: object = None
         self.lends = False
-        slots_of_stats = self._slots  # not `self`: a module that holds itself is freed by the garbage collector only
-        self.stats = Stats(_pool_bytes=slots_of_stats.nbytes)
+        self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
         self._refusal: Refusal | None = None
         self._seal()
         self._ask_for_refusal()
@@ -99,6 +104,11 @@ class GraphedModule(Wrapper):
     def capture_backend(self) -> Backend:
         """The backend itself, for others that capture on the same device."""
         return self._backend
+
+    @property
+    def compiles(self) -> bool:
+        """Whether captured stages are compiled."""
+        return self._program.compiler is not None
 
     @property
     def backend(self) -> str:
@@ -253,7 +263,7 @@ class GraphedModule(Wrapper):
     def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly that could not be claimed, counted under `reason`."""
         self.stats.fallbacks[reason] += 1
-        result = self.module(*args, **kwargs)
+        result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
             leaves = tree_flatten(result)[0]
             seen = self._observed.setdefault(len(leaves), set())
@@ -264,6 +274,38 @@ class GraphedModule(Wrapper):
                     else:
                         leaf.register_hook(lambda _, number=number: seen.add(number))
         return result
+
+    def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        """The call without graphs, uncounted: by compiled code where a replay runs that, else by the module itself."""
+        if self._program.compiler is None or not self._has_code(args, kwargs):
+            return self.module(*args, **kwargs)
+        return self._program.call(args, kwargs)
+
+    def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call's stages are compiled, which they are now if a replay of this call is possible at all."""
+        if self._closed or self._refusal is not None or not (torch.is_grad_enabled() and self.module.training) \
+                or undeclared(args, kwargs, self.capacities) is not None:
+            return False
+        with self._lock:
+            call = signature(args, kwargs, self.device)
+            if call is None or call.key in self._failed or self._check_fingerprint() is not None:
+                return False
+            try:
+                self._compile(call, args, kwargs)
+            except CaptureError as error:
+                self._failed.add(call.key)
+                self._complain(error)
+                return False
+            return True
+
+    def _compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile what this key needs, unless that was done. Raises CaptureError."""
+        if self._program.compiler is None or call.key in self._coded:
+            return
+        # Inside the capture of a whole step (or its rehearsal) nothing can be tried out first.
+        if not capturing():
+            compile_ahead(self._program, self._backend, self._observed, args, kwargs)
+            self._coded.add(call.key)
 
     def _check_fingerprint(self) -> str | None:
         """Drop all graphs when a fact they baked about the module has changed; the call then captures again.
@@ -295,6 +337,7 @@ class GraphedModule(Wrapper):
         self.stats.recaptures["module changed"] += self._slots.clear()
         self._buffers_of_gradients = GradientBuffers()
         self._rehearsed.clear()
+        self._coded.clear()
 
     def _may_capture_now(self) -> bool:
         """Whether something about the module has changed that its own forward does not change in every call."""
@@ -319,6 +362,7 @@ class GraphedModule(Wrapper):
         if call.key not in slot.variants:
             started = time.perf_counter()
             self.stats.recaptures["a larger variant took the slot"] += slot.make_room(call.nbytes)
+            self._compile(call, args, kwargs)
             if call.key not in self._rehearsed:
                 read = rehearse(self._program, self._backend, self._observed, args, kwargs)
                 self._rehearsed[call.key] = read
@@ -336,6 +380,14 @@ class GraphedModule(Wrapper):
             raise error
         message = f"running eagerly from here on, because a capture failed: {error}"
         warnings.warn(message, PackgraphWarning, stacklevel=4)
+
+
+def _compiler(compile: bool | str, stats: Stats) -> StageCompiler | None:
+    if compile is False:
+        return None
+    from packgraph.graphs.compiler import Compiler  # loads torch's compiler, which takes seconds
+
+    return Compiler("inductor" if compile is True else compile, stats)
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

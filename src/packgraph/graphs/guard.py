@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 from packgraph.graphs.errors import CaptureError, user_line
 
 aten = torch.ops.aten
-_DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKABLE = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 _RESIZING = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
 _BOOLEAN = (torch.bool, torch.uint8)
@@ -58,6 +58,7 @@ _REPEAT = "pass output_size= (a static number) to repeat_interleave"
 _WAYS_OUT = {
     "nonzero": _SHAPE,
     "masked_select": _SHAPE,
+    "index": _SHAPE,
     "_unique2": _SHAPE,
     "unique_consecutive": _SHAPE,
     "unique_dim": _SHAPE,
@@ -70,9 +71,15 @@ _WAYS_OUT = {
 _SEEDING = ("torch.manual_seed", "torch.seed", "torch.random.manual_seed", "torch.random.seed",
             "torch.cuda.manual_seed", "torch.cuda.manual_seed_all", "torch.cuda.seed", "torch.cuda.seed_all")
 _SPARSE = {"_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_unsafe"}
+_COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
+
+
+def way_out(name: str) -> str:
+    """What to do about the operation called `name`, which waits for the device."""
+    return _WAYS_OUT.get(name, LEAVE_OUT)
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -176,7 +183,29 @@ def _refusing(original: Any, name: str) -> Any:
     return seed
 
 
-class Watch(TorchDispatchMode):
+@contextlib.contextmanager
+def compiled_stages() -> Iterator[None]:
+    """Within the block torch.compile works under the modes that watch captured code.
+
+    Otherwise it gives way to them, and a function that the user has compiled runs operation by operation: its kernels
+    would be no operations that a watcher sees. Our own compiled code (graphs/opaque.py) tells the watchers itself.
+    """
+    token = _COMPILED.set(True)
+    try:
+        yield
+    finally:
+        _COMPILED.reset(token)
+
+
+class CodeWatcher(TorchDispatchMode):
+    """A dispatch mode that is told of compiled code as of one operation."""
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Asked by torch when the mode begins: whether torch.compile may work under it."""
+        return _COMPILED.get()
+
+
+class Watch(CodeWatcher):
     """Runs code for a capture: journals writes to what existed before, and refuses what a graph cannot hold.
 
     refuse: False only journals (stages that stay eager may do what they like). device: as in HostReadGuard.
@@ -235,10 +264,10 @@ def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], devi
         return
     if name == "_to_copy" and device is not None:
         _refuse_transfer(args[0], kwargs)
-    if _DATA_DEPENDENT & set(func.tags) and kwargs.get("output_size") is None:
+    if DATA_DEPENDENT & set(func.tags) and kwargs.get("output_size") is None:
         shown = "reading a number out of a tensor (Tensor.item())" if name == "_local_scalar_dense" else f"torch.{name}"
         raise CaptureError(f"{shown} waits for the device: its result is needed on the host",
-                           user_line(), _WAYS_OUT.get(name, LEAVE_OUT))
+                           user_line(), way_out(name))
 
 
 def _refuse_random(func: Any, leaves: list[Any], tensors: list[torch.Tensor], target: torch.device | None,

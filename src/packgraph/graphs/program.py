@@ -2,27 +2,36 @@
 
 A module without stages is one stage called `module`: its arguments are the first state, its result the last.
 """
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
 
+from packgraph.graphs.pieces import Piece, pieces_of
 from packgraph.packing.batch import PackedBatch
 from packgraph.plan.regions import Run, cut_runs
 from packgraph.plan.stages import Stage, Staged, State
 
 
+class StageCompiler(Protocol):
+    """Runs stages as compiled code (graphs/compiler.py, which is loaded only where it is needed: torch takes long)."""
+
+    def run(self, pieces: Sequence[Piece], state: State) -> State: ...
+
+
 class Program:
     """The runs of one module under one scope and granularity.
 
-    volatile: attributes of modules (id of the module, name) that eager stages were seen to assign. assigned: those
-    that captured code would assign, for which a capture was refused.
+    compiler: what compiles the stages of captured runs; None runs them as they are. volatile: attributes of modules
+    (id of the module, name) that eager stages were seen to assign. assigned: those that captured code would assign, for
+    which a capture was refused.
     """
 
-    def __init__(self, module: torch.nn.Module, scope: Iterable[str] | None, granularity: str) -> None:
-        self.module = module
+    def __init__(self, module: torch.nn.Module, scope: Iterable[str] | None, granularity: str,
+                 compiler: StageCompiler | None = None) -> None:
+        self.module, self.compiler = module, compiler
         self.scope = scope if scope is None or isinstance(scope, str) else tuple(scope)
         self.granularity = granularity
         self.volatile: set[tuple[int, str]] = set()
@@ -31,10 +40,11 @@ class Program:
         stages = list(module.stages()) if isinstance(module, Staged) else [Stage("module", 0, partial(_call, module))]
         self.stages = stages
         self.runs: tuple[Run, ...] = cut_runs(stages, self.scope, granularity)
+        self.pieces = {run: pieces_of(stages[run.start : run.stop]) for run in self.runs if compiler and run.captured}
 
     def rebuilt(self) -> "Program":
         """The program of the module as it is now: stages are bound to the submodules that were there when asked."""
-        program = Program(self.module, self.scope, self.granularity)
+        program = Program(self.module, self.scope, self.granularity, self.compiler)
         program.volatile, program.assigned = self.volatile, self.assigned
         return program
 
@@ -50,9 +60,23 @@ class Program:
 
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
+        if self.compiler is not None and run.captured:
+            return self.compiler.run(self.pieces[run], state)
         for stage in self.stages[run.start : run.stop]:
             state = stage.run(state)
         return state
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's call without graphs: captured runs by the code that graphs hold."""
+        state = self.begin(args, kwargs)
+        for run in self.runs:
+            if run.captured:
+                shown = hide_lengths(state)
+                result = self.run(run, shown)
+                state = {key: state[key] if shown.get(key) is value else value for key, value in result.items()}
+            else:
+                state = self.run(run, state)
+        return self.end(state)
 
     def describe(self, run: Run) -> str:
         """The run's stages in words, for messages."""

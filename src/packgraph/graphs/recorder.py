@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs.backend import Result
@@ -28,6 +27,7 @@ from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import (
     LEAVE_OUT,
     PLAIN_TENSORS,
+    CodeWatcher,
     HostReadGuard,
     Journal,
     refuse_unsafe,
@@ -61,8 +61,8 @@ class _Node(NamedTuple):
     grad_mode: bool = False
 
 
-class _Recording(TorchDispatchMode):
-    """Executes and records the operations of one graph."""
+class _Recording(CodeWatcher):
+    """Executes and records the operations of one graph; compiled code is one operation."""
 
     supports_higher_order_operators = True
 
@@ -94,8 +94,8 @@ class _Recording(TorchDispatchMode):
         kinds = []
         for out in made:
             kinds.append(self._kind(func, out, inputs))
-            if kinds[-1] == "new":
-                window.own(out)
+            if kinds[-1] == "new" and out.untyped_storage()._cdata not in window.block_of:
+                window.own(out)  # compiled code may return several views of one block
             outputs.append(window.operand(out) if kinds[-1] == "new" else None)
             if kinds[-1] == "work":
                 outputs[-1] = window.transfer(dist.Work.unbox(out))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend, Graph, Static
-from packgraph.graphs.capture import explained, undone
+from packgraph.graphs.capture import compiled_code, explained, undone
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Fingerprint
@@ -49,12 +49,13 @@ class GraphedStep:
 
     modules: everything whose parameters the step trains. run: forward and backward of a step; takes tensors and packed
     batches, returns one tensor (the loss). It is called eagerly in warm-up, and captured once per key: the shapes of
-    all arguments. limit: keys that may be captured, beyond them steps run eagerly.
+    all arguments. limit: keys that may be captured, beyond them steps run eagerly. compiled: whether `run` calls
+    compiled stages, by `GraphedModule.run_eagerly`.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], run: Step, backend: Backend, device: torch.device,
-                 limit: int = MAX_STEP_KEYS) -> None:
-        self.modules, self.run, self.limit = torch.nn.ModuleList(modules), run, limit
+                 limit: int = MAX_STEP_KEYS, compiled: bool = False) -> None:
+        self.modules, self.run, self.limit, self.compiled = torch.nn.ModuleList(modules), run, limit, compiled
         self._backend, self._device = backend, device
         self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
@@ -132,7 +133,9 @@ class GraphedStep:
                 real = aliases.parameter_of[id(parameter)]
                 parameter.grad = self._buffers.buffer(real)
                 owned.append((real, parameter.grad))
-            read = self._rehearse(shown, journal)
+            with compiled_code(self.compiled):
+                read = self._rehearse(shown, journal)
+            stack.enter_context(compiled_code(self.compiled, fixed=True))
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
                 graph, result = window.capture(lambda: self.run(*shown).detach())
                 static = window.static(result)
@@ -148,5 +151,8 @@ class GraphedStep:
                 self.run(*shown)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
-        self._backend.warm_up(watched)
+        if self.compiled and self._backend.guard_device is None:
+            watched()  # this backend needs no rehearsal, but code must be compiled before
+        else:
+            self._backend.warm_up(watched)
         return read

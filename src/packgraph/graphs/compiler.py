@@ -1,0 +1,222 @@
+"""torch.compile for stages: the stages of one layer become one piece of compiled code, which all like layers share.
+
+    stages    embed | attn mlp | attn mlp | ... | head
+    pieces    [---]   [------]   [------]         [--]
+    code        A         B          B              C        per bucket: shapes are static
+
+Code is shared when the stages are methods of modules of the same class: the module is an argument of the code, so its
+parameters are inputs. What the code depends on besides shapes is checked by torch before every call; code that does not
+fit is compiled again, counted with its place. The invariants: nothing runs uncompiled in silence (a break in the graph,
+or code that would have to be compiled over and over, is a CaptureError at the user's line); forward and backward are
+both there after the first call, so that a capture compiles nothing; every call, replayed or not, runs the same code.
+"""
+import contextlib
+import time
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils._pytree import tree_flatten
+
+from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.opaque import CompiledCode, unguarded
+from packgraph.graphs.pieces import Piece
+from packgraph.graphs.signature import CONSTANTS
+from packgraph.graphs.traced import refuse_unsafe_graph, written_inputs
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.layout import Field, layout_of
+from packgraph.plan.stages import State
+
+BACKENDS = ("inductor", "aot_eager")
+NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
+TO_DO = "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or compile=False"
+MORE = "; TORCH_LOGS=graph_breaks,recompiles says more"
+Code = Callable[[Any, State], State]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OpenBatch(PackedBatch):
+    """A packed batch as compiled code gets it: its tensors are inputs, not views to be made of one buffer of bytes.
+
+    Inductor cannot read booleans out of bytes before torch 2.13, and outputs that are views of inputs take detours.
+    parts: the tensors by their first byte.
+    """
+
+    parts: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(batch: PackedBatch) -> "OpenBatch":
+        """The same batch, without what the host knows of it: a graph would freeze that."""
+        fields = [value for value in vars(layout_of(batch.capacity)).values() if isinstance(value, Field)]
+        return OpenBatch(batch.data, batch.capacity, batch.without_lengths().host,
+                         {place.start: batch._view(place) for place in fields})
+
+    def _view(self, field: Field) -> torch.Tensor:
+        return self.parts[field.start]
+
+
+class Compiler:
+    """The compiled code of one graphed module.
+
+    backend: `inductor`, or `aot_eager`, which traces and differentiates but generates no kernels (for tests). make:
+    how a function becomes compiled code, if not by this class's own way. stats: gets the counts.
+    """
+
+    def __init__(self, backend: str, stats: Stats, make: Callable[[Code], Code] | None = None) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"compile={backend!r}: use True, False, or one of {', '.join(BACKENDS)}")
+        self.backend, self.stats = backend, stats
+        self._make = make or self._compiled
+        self._code: dict[Hashable, Code] = {}
+        self._shapes: dict[Hashable, int] = {}
+        self._now = ""
+
+    def run(self, pieces: Sequence[Piece], state: State) -> State:
+        """Run the stages on `state`. Raises CaptureError at the user's line for what cannot be compiled."""
+        opened = {key: OpenBatch.of(value) for key, value in state.items() if isinstance(value, PackedBatch)}
+        closed = {id(batch): state[key] for key, batch in opened.items()}
+        state = state | opened
+        for piece in pieces:
+            known = len(self._code)
+            code = self._code_for(piece, state)
+            self._now = piece.name
+            with unguarded(), _explained(piece), _quiet() if len(self._code) > known else contextlib.nullcontext():
+                state = code(piece.owner, state)
+        return {key: closed.get(id(value), value) for key, value in state.items()}
+
+    def _code_for(self, piece: Piece, state: State) -> Code:
+        """Code of its own for every function and every bucket: torch limits how often one code is compiled."""
+        shared = (type(piece.owner), piece.methods)
+        key = (shared, _shapes(state))
+        if key not in self._code:
+            self._code[key] = self._make(_chain(piece))
+            self._shapes[shared] = self._shapes.get(shared, 0) + 1
+            if self._shapes[shared] > 1:
+                self.stats.recompiles[f"{piece.name}: other inputs"] += 1
+        return self._code[key]
+
+    def _compiled(self, function: Code) -> Code:
+        done = 0
+
+        def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            nonlocal done
+            started = time.perf_counter()
+            code = _build(self.backend, graph, inputs)
+            done += 1
+            if done > 1:
+                self.stats.recompiles[f"{self._now}: other constants"] += 1
+            self.stats.compiled += 1
+            self.stats.compile_seconds += time.perf_counter() - started
+            return code
+
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+
+def _chain(piece: Piece) -> Code:
+    """The piece's stages as one function, with a code object of its own: torch keeps what it compiled with that."""
+    methods, owned = piece.methods, piece.owner is not None
+
+    def run(owner: Any, state: State) -> State:
+        for method in methods:
+            state = method(owner, state) if owned else method(state)
+        return state
+
+    code = run.__code__.replace(co_name=f"stages_{len(methods)}")
+    return types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+
+
+def _shapes(state: State) -> Hashable:
+    """What of a state code is compiled for: the form of every tensor, and constants."""
+    return tuple((key, tuple(map(_shape, tree_flatten(value, is_leaf=_is_batch)[0]))) for key, value in state.items())
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, PackedBatch)
+
+
+def _shape(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, PackedBatch):
+        return leaf.capacity
+    return type(leaf), leaf if isinstance(leaf, CONSTANTS) else None
+
+
+def _build(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Forward and backward of `graph`, both now, each as CompiledCode."""
+    with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+        if backend == "aot_eager":
+            from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+            return aot_autograd(fw_compiler=_run_as_traced, bw_compiler=_run_as_traced,
+                                partition_fn=min_cut_rematerialization_partition,
+                                keep_inference_input_mutations=True)(graph, inputs)
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, inner_compile=_generate,  # type: ignore[arg-type]
+                          config_patches=NEVER_CUDAGRAPHS)
+
+
+def _run_as_traced(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> CompiledCode:
+    def run(arguments: list[Any]) -> Any:
+        taken = list(arguments)
+        arguments.clear()
+        return graph(*taken)
+
+    refuse_unsafe_graph(graph, inputs)
+    return CompiledCode(run, "traced", len(inputs), written_inputs(graph))
+
+
+def _generate(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> CompiledCode:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    refuse_unsafe_graph(graph, inputs)
+    written = written_inputs(graph)  # before: Inductor rewrites the graph
+    return CompiledCode(compile_fx_inner(graph, inputs, **options), "inductor", len(inputs), written)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that it looks through functools caches: the functions behind ours are pure."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools.lru_cache`")
+        yield
+
+
+@contextlib.contextmanager
+def _explained(piece: Piece) -> Iterator[None]:
+    """Turn what torch.compile raises into a CaptureError at the user's line."""
+    try:
+        yield
+    except FailOnRecompileLimitHit as error:
+        raise CaptureError(f"the stages {piece.name} were compiled again and again for the same shapes: something that "
+                           "torch takes for a constant differs from layer to layer or from call to call",
+                           _definition(piece), "make it a tensor (a buffer), or " + TO_DO + MORE) from error
+    except TorchDynamoException as error:
+        inner = getattr(error, "inner_exception", None) or error
+        if isinstance(inner, CaptureError):
+            raise CaptureError(inner.what, inner.where or _definition(piece), inner.remedy) from error
+        lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
+        raise CaptureError(f"torch.compile cannot compile {piece.name}: {lines[0] if lines else type(inner).__name__}",
+                           _line(error) or _definition(piece), TO_DO + MORE) from error
+
+
+def _line(error: BaseException) -> str | None:
+    """The user's line that an error of torch.compile is about, if it says."""
+    for frame in reversed(getattr(error, "real_stack", None) or []):
+        if is_user_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def _definition(piece: Piece) -> str:
+    """Where the first of the stages begins."""
+    code = getattr(piece.methods[0], "__code__", None)
+    return user_line() if code is None else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"

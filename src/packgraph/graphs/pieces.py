@@ -1,0 +1,39 @@
+"""Which stages torch.compile gets together: those of one layer.
+
+    stages    embed | attn mlp | attn mlp | ... | head
+    pieces    [---]   [------]   [------]         [--]
+"""
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from packgraph.plan.stages import Stage, State
+
+
+class Piece(NamedTuple):
+    """Consecutive stages of one layer that are compiled together.
+
+    owner: the module whose methods they are, or None. methods: what to call: functions of (owner, state), or of state.
+    """
+
+    owner: Any
+    methods: tuple[Callable[..., State], ...]
+    name: str
+
+
+def pieces_of(stages: Sequence[Stage]) -> tuple[Piece, ...]:
+    """Cut consecutive stages where the layer or the owner changes."""
+    pieces: list[Piece] = []
+    last: int | None = None
+    for stage in stages:
+        owner, method = getattr(stage.run, "__self__", None), getattr(stage.run, "__func__", None)
+        if not isinstance(owner, torch.nn.Module) or method is None:
+            owner, method = None, stage.run
+        if pieces and last == stage.layer and pieces[-1].owner is owner:
+            before = pieces.pop()
+            pieces.append(Piece(owner, (*before.methods, method), f"{before.name}, {stage.name}"))
+        else:
+            pieces.append(Piece(owner, (method,), stage.name))
+        last = stage.layer
+    return tuple(pieces)

@@ -1,0 +1,347 @@
+"""torch.compile inside regions: one piece of code per kind of layer and bucket, eager and replayed alike, bit for bit.
+
+With torch's tracing compiler (`aot_eager`), which has all that matters here but the kernels; one test generates code.
+"""
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from graphkit import Toy, differences, make_toy, poison_free_slots, toy_inputs, toy_loss, train
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import packgraph
+from packgraph.bench.models import SHAPES, draw_batches
+from packgraph.graphs.errors import PackgraphWarning, traced_line
+from packgraph.graphs.fallback import CAPTURE_FAILED
+from packgraph.graphs.opaque import CompiledCode
+from packgraph.graphs.step import GraphedStep
+from packgraph.graphs.traced import refuse_unsafe_graph
+from packgraph.models.dense import DenseModel
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.stages import Stage, run_stages
+
+TRACED = "aot_eager"
+SMALL, LARGE = Capacity(32, 4), Capacity(64, 8)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def dense(dropout: float = 0.1, layers: int = 2) -> DenseModel:
+    return DenseModel(dataclasses.replace(SHAPES["tiny"], num_layers=layers, dropout=dropout), seed=3)
+
+
+def packs(capacity: Capacity, count: int):
+    return draw_batches(capacity, count, 320, mean=9.0, sigma=0.8, seed=capacity.tokens)
+
+
+def steps(model, microbatches, *, reason: str | None = None, poison: bool = False) -> list[Tensor]:
+    """Two optimizer steps over all microbatches: losses, gradients accumulated over them, and the random state."""
+    torch.manual_seed(11)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for step in range(2):
+        for batch in microbatches:
+            if poison:
+                poison_free_slots(model, step)
+            if reason is None:
+                loss = model(batch)
+            else:
+                with packgraph.eager(reason):
+                    loss = model(batch)
+            loss.backward()
+            found.append(loss.detach())
+        found += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+    return [*found, torch.get_rng_state()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_replays_equal_the_same_code_run_eagerly(granularity):
+    batches = [batch for pair in zip(packs(SMALL, 3), packs(LARGE, 3)) for batch in pair]
+    graphs = [packgraph.graph(dense(), capacities=[SMALL, LARGE], warmup=1, strict=True, granularity=granularity,
+                              compile=TRACED) for _ in range(2)]
+    assert same(steps(graphs[0], batches, reason="compare"), steps(graphs[1], batches, poison=True))
+    assert graphs[0].stats.replayed == 0 and graphs[1].stats.replayed == 11
+    for stats in (graphs[0].stats, graphs[1].stats):
+        assert stats.compiled == 6  # embed, a layer, head: once per bucket, whatever the number of layers
+        assert stats.recompiles == {f"{name}: other inputs": 1 for name in ("embed", "attn, mlp", "head")}
+        assert stats.compile_seconds > 0
+
+
+def test_compiled_eager_equals_the_module_itself():
+    """Traced code runs the same operations; also with memory that nobody wrote being NaN."""
+    batches = packs(SMALL, 4)
+    graphed = packgraph.graph(dense(), capacities=[SMALL], warmup=1, strict=True, compile=TRACED)
+    plain, replayed = steps(dense(), batches), steps(graphed, batches, poison=True)
+    for ours, theirs in zip(replayed, plain):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert torch.equal(plain[-1], replayed[-1]), "dropout draws as many numbers"
+
+
+def test_graphs_hold_compiled_code_and_nothing_else():
+    graphed = packgraph.graph(dense(), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
+    for batch in packs(SMALL, 2):
+        graphed(batch).backward()
+    (variant,) = graphed._slots.all[0].variants.values()
+    (region,) = variant.regions.values()
+    forward = [node[0] for node in region.forward.program]
+    assert all(isinstance(function, CompiledCode) for function in forward) and len(forward) == 4
+    backward = [node[0] for node in region.backward.program]
+    assert sum(isinstance(function, CompiledCode) for function in backward) == 4
+    others = {str(function) for function in backward if not isinstance(function, CompiledCode)}
+    assert others <= {"aten.add_.Tensor", "aten.add.Tensor", "aten.copy_.default"}, "sums of gradients only"
+
+
+def test_a_replay_does_not_come_by_python():
+    graphed = packgraph.graph(dense(), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
+    first, second = packs(SMALL, 2)
+    graphed(first).backward()
+    graphed._program.compiler.run = None
+    graphed(second).backward()
+    assert graphed.stats.replayed == 2
+
+
+def test_modules_with_lambdas_buffers_and_dropout():
+    """The toy counts its calls in a buffer, in place, inside compiled code: once per call, never at a capture."""
+    def graphed(**options):
+        return packgraph.graph(make_toy(), warmup=1, strict=True, compile=TRACED, **options)
+
+    def compared(model, step):
+        if model is eager:
+            assert not model._slots.all
+
+    eager = graphed(granularity="layer")
+    with packgraph.eager("compare"):
+        expected = train(eager, steps=3, between=compared)
+    replayed = graphed(granularity="layer")
+    assert not differences(expected, train(replayed, steps=3, between=poison_free_slots))
+    assert replayed.stats.replayed > 0 and eager.stats.replayed == 0
+
+
+def test_uncoloured_stages_are_not_compiled():
+    graphed = packgraph.graph(make_toy(dropout=0.0), warmup=0, strict=True, compile=TRACED, scope=["attn"],
+                              granularity="layer")
+    toy_loss(graphed(*toy_inputs(8))).backward()
+    assert graphed.stats.compiled == 3 and graphed.stats.replayed == 1
+
+
+class Scaled(nn.Module):
+    """Layers that multiply by a number of theirs. read: how a layer gets the number."""
+
+    def __init__(self, layers: int, read) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        for number, layer in enumerate(self.layers):
+            layer.number = number
+        self.read = read
+
+    def begin(self, x):
+        return {"x": x}
+
+    def stages(self):
+        # Bound methods of the layers, as a model of ours has them; nn.Linear has none, so they are bound here.
+        return [Stage("mlp", number, _Bound(layer, self.read).run) for number, layer in enumerate(self.layers)]
+
+    def end(self, state):
+        return state["x"]
+
+    def forward(self, x):
+        return run_stages(self, x)
+
+
+class _Bound(nn.Module):
+    def __init__(self, layer, read) -> None:
+        super().__init__()
+        self.layer, self.read = layer, read
+
+    def run(self, state):
+        return {**state, "x": self.read(self.layer, state["x"])}
+
+
+def times_number(layer, x):
+    return layer(x) * layer.number
+
+
+def as_number(layer, x):
+    return layer(x) * float(x.sum())
+
+
+def as_shape(layer, x):
+    return layer(x).roll(int(x.sum()))
+
+
+def as_branch(layer, x):
+    if x.sum() > 0:
+        return layer(x)
+    return x
+
+
+def as_mask(layer, x):
+    return layer(x) + x[x > 0].sum()
+
+
+def test_code_that_fits_no_other_layer_is_counted_and_at_last_refused():
+    few = packgraph.graph(Scaled(3, times_number), warmup=0, strict=True, compile=TRACED)
+    few(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert few.stats.compiled == 3 and few.stats.recompiles == {"mlp: other constants": 2}
+    many = packgraph.graph(Scaled(12, times_number), warmup=0, strict=True, compile=TRACED)
+    with pytest.raises(packgraph.CaptureError, match="compiled again and again") as caught:
+        many(torch.randn(2, 4, requires_grad=True))
+    assert f"{__file__}:" in caught.value.where and "buffer" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("read", "what"), [
+    (as_shape, "torch.compile cannot compile mlp|_local_scalar_dense waits for the device"),
+    (as_branch, "torch.compile cannot compile mlp"),
+    (as_mask, "torch.compile cannot compile mlp|index waits for the device")])
+def test_what_cannot_be_captured_is_named_and_changes_nothing(read, what):
+    x = torch.randn(2, 4)
+    strict = packgraph.graph(Scaled(2, read), warmup=1, strict=True, compile=TRACED)
+    with pytest.raises(packgraph.CaptureError, match=what) as caught:
+        strict(x)
+    line = read.__code__.co_firstlineno + 1
+    assert caught.value.where == f"{__file__}:{line} in {read.__name__}"
+
+    torch.manual_seed(0)
+    model = Scaled(2, read)
+    lenient = packgraph.graph(model, warmup=1, compile=TRACED)
+    with pytest.warns(PackgraphWarning, match=what):
+        first = lenient(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = lenient(x)
+    assert torch.equal(first, model(x)) and torch.equal(second, model(x))
+    assert lenient.stats.fallbacks[CAPTURE_FAILED] == 1
+
+
+def test_a_number_that_stays_on_the_device_is_no_host_read():
+    """torch.compile turns float(tensor) into operations on the device: then a graph can hold it."""
+    graphed = packgraph.graph(Scaled(2, as_number), warmup=0, strict=True, compile=TRACED)
+    for x in (torch.ones(2, 4), torch.ones(2, 4) * 3):
+        torch.testing.assert_close(graphed(x), graphed.module(x))
+    assert graphed.stats.replayed == 2
+
+
+def test_traced_graphs_are_searched_for_what_a_capture_cannot_hold():
+    x = torch.ones(3)
+    safe = make_fx(lambda x: x[torch.arange(2)] + 1, tracing_mode="symbolic")(x)
+    refuse_unsafe_graph(safe, [x])
+    with pytest.raises(packgraph.CaptureError, match="nonzero waits for the device"):
+        refuse_unsafe_graph(make_fx(torch.nonzero, tracing_mode="symbolic")(x), [x])
+    with pytest.raises(packgraph.CaptureError, match="makes a tensor on the cpu inside a compiled stage on meta"):
+        refuse_unsafe_graph(safe, [x.to("meta")])
+    stack = f'  File "{__file__}", line 7, in inner\n    y = 1\n  File "{torch.__file__}", line 9, in deep\n    x'
+    assert (traced_line(stack), traced_line(None)) == (f"{__file__}:7 in inner", "")
+
+
+def in_place(layer, x):
+    x.mul_(2)
+    return layer(x)
+
+
+def test_writes_that_no_watcher_would_see_are_refused():
+    """While a tensor needs a gradient, torch.compile changes it after the compiled code has run."""
+    with pytest.raises(packgraph.CaptureError, match="changed in place in a way that compiled code cannot") as caught:
+        packgraph.graph(Scaled(2, in_place), warmup=0, strict=True, compile=TRACED)(torch.randn(2, 4))
+    assert f"{__file__}:" in caught.value.where
+
+
+def test_evaluation_and_undeclared_shapes_run_the_module_itself():
+    model = dense(dropout=0.0)
+    graphed = packgraph.graph(model, capacities=[SMALL], warmup=1, compile=TRACED)
+    other = packs(LARGE, 1)[0]
+    assert torch.equal(graphed(other), model(other))
+    graphed.eval()
+    with torch.no_grad():
+        assert torch.equal(graphed(packs(SMALL, 1)[0]), model(packs(SMALL, 1)[0]))
+    assert graphed.stats.compiled == 0
+
+
+def test_a_bank_is_compiled_before_it_is_captured():
+    graphed = packgraph.graph(dense(), capacities=[SMALL, LARGE], warmup=0, strict=True, compile=TRACED)
+    before = {name: p.detach().clone() for name, p in graphed.named_parameters()}
+    random = torch.get_rng_state()
+    graphed.build([(packs(capacity, 1)[0],) for capacity in (SMALL, LARGE)])
+    assert graphed.stats.compiled == 6 and graphed.stats.captured == 2
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in graphed.named_parameters())
+    for capacity in (SMALL, LARGE):
+        graphed(packs(capacity, 1)[0]).backward()
+    assert graphed.stats.compiled == 6 and graphed.stats.replayed == 2
+
+
+class HalfCompiled(nn.Module):
+    """A module whose author has compiled a function of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inner = torch.compile(lambda x: x.sin() * 2 + x, backend=TRACED)
+
+    def forward(self, x):
+        return self.inner(self.linear(x))
+
+
+@pytest.mark.parametrize("compile", [False, TRACED])
+def test_what_the_user_has_compiled_is_recorded_too(compile):
+    """Compiled before the capture or not, the recorder must see what it does."""
+    module = HalfCompiled()
+    graphed = packgraph.graph(module, warmup=1, strict=True, compile=compile)
+    for number in range(3):
+        x = torch.full((2, 4), float(number))
+        out = graphed(x)
+        poison_free_slots(graphed, number)
+        torch.testing.assert_close(out, module(x))
+    assert graphed.stats.replayed == 2
+
+
+def test_a_whole_step_holds_compiled_code():
+    batches = packs(SMALL, 3)
+
+    def trained(captured: bool) -> list[Tensor]:
+        torch.manual_seed(2)
+        inner = packgraph.graph(dense(), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
+
+        def run(*packed):
+            total = 0
+            for batch in packed:
+                loss = inner.run_eagerly(batch)
+                loss.backward()
+                total = total + loss.detach()
+            return total
+
+        for parameter in inner.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        step = GraphedStep([inner.module], run, inner.capture_backend, torch.device("cpu"), compiled=True) \
+            if captured else run
+        found = [step(*batches[:2]), step(*batches[1:])]
+        return [*found, *(p.grad for p in inner.parameters())]
+
+    assert same(trained(False), trained(True))
+
+
+def test_unknown_compilers_are_refused():
+    with pytest.raises(ValueError, match="compile='fast': use True, False, or one of inductor, aot_eager"):
+        packgraph.graph(Toy(), compile="fast")
+
+
+@pytest.mark.slow
+def test_generated_code_replays_as_it_runs_eagerly():
+    batches = packs(SMALL, 3)
+    graphs = [packgraph.graph(dense(), capacities=[SMALL], warmup=1, strict=True, compile=True) for _ in range(2)]
+    assert same(steps(graphs[0], batches, reason="compare"), steps(graphs[1], batches, poison=True))
+    loss = dense(dropout=0.0)(batches[0])
+    torch.testing.assert_close(
+        packgraph.graph(dense(dropout=0.0), capacities=[SMALL], compile=True)(batches[0]), loss, rtol=1e-5, atol=1e-5)
