@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
-from packgraph.bench import pipeline_way
+from packgraph.bench import pipeline_way, ways
 from packgraph.bench.company import Company
 from packgraph.bench.compiled import CompiledStack, no_silent_eager
 from packgraph.bench.contest import Check, Contest, Sample, groups
@@ -22,7 +22,8 @@ from packgraph.bench.pipeline import PipelineOptions, measure_pipeline
 from packgraph.bench.pipeline_way import PipelineWay
 from packgraph.bench.rows import Rows, facts, figures
 from packgraph.bench.timing import Deadline, rounds_in_turn
-from packgraph.bench.ways import Way
+from packgraph.bench.ways import Way, make_way
+from packgraph.graphs.graphed import graph
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.links import make_links
 from packgraph.parallel.mesh import Layout, single_process
@@ -116,7 +117,7 @@ def test_compiled_layers_share_one_graph_and_compute_what_the_model_does() -> No
         loss.backward()
         results.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
     torch.compiler.reset()
-    assert counter.frame_count == 1, "compiled again for another layer"
+    assert counter.frame_count == 3, "embedding, a layer, head: not compiled again for another layer"
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -124,7 +125,7 @@ def test_compiled_layers_share_one_graph_and_compute_what_the_model_does() -> No
 def test_bench_step_writes_a_row_for_every_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     words = ["bench", "step", *SMALL, "--ways", "eager", "reduce-overhead", "layer", "chunk", "--rounds", "3",
-             "--calls", "2", "--out", str(out), "--commit", "abc123"]
+             "--calls", "2", "--out", str(out), "--commit", "abc123", "--attention", "sdpa"]
     assert cli.main(words) == 0
     captured = capsys.readouterr()
     rows = rows_of(captured.out)
@@ -132,6 +133,7 @@ def test_bench_step_writes_a_row_for_every_way(capsys: pytest.CaptureFixture[str
     assert [row["way"] for row in rows] == ["eager", "reduce-overhead", "layer", "chunk"]
     for row in rows:
         assert row["benchmark"] == "step" and row["tokens"] == 32 and row["commit"] == "abc123"
+        assert row["attention"] == "sdpa (asked for)"
         assert set(row["versions"]) == {"python", "torch", "cuda", "packgraph"} and row["device"].startswith("cpu")
         if row["way"] == "reduce-overhead":
             assert "none on a CPU" in row["reason"] and row["figures"] == {}
@@ -139,6 +141,21 @@ def test_bench_step_writes_a_row_for_every_way(capsys: pytest.CaptureFixture[str
         assert row["reason"] is None and row["loss_difference"] == row["gradient_difference"] == 0.0
         assert row["figures"]["device_ms"]["n"] == 3 and row["ratio"] > 0 and 0 <= row["padding"] < 0.5
     assert rows[2]["capture_seconds"] > 0 and rows[3]["pool_bytes"] > 0
+
+
+def test_compiled_ways_compute_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "graph", lambda *args, compile, **options: graph(
+        *args, compile="aot_eager" if compile else False, **options))
+    model = FreshModel(shape("tiny", 2), device=CPU)
+    (batch,) = draw_batches(Capacity(32, 4), 1, 300, mean=10, sigma=0.5, seed=0)
+    expected = model(batch).detach()
+    for name in ("layer+compile", "chunk+compile"):
+        way = make_way(name, model, Capacity(32, 4))
+        losses = [way.run(batch) for _ in range(3)]
+        assert way.complaint() is None and way.facts()["compiled"] == 3
+        torch.testing.assert_close(torch.stack(losses), expected.expand(3))
+        way.close()
+    torch.compiler.reset()
 
 
 def test_a_way_that_fails_in_the_middle_keeps_its_row(capsys: pytest.CaptureFixture[str]) -> None:

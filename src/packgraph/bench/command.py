@@ -13,6 +13,7 @@ from packgraph.bench.step import COLUMNS as STEP_COLUMNS
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
 from packgraph.bench.ways import STEP_WAYS
+from packgraph.ops.attention import BACKENDS
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch
 from packgraph.plan.schedule import legal_microbatches
@@ -66,6 +67,8 @@ def _common(parser: argparse.ArgumentParser, ways: Sequence[str], tokens: list[i
     parser.add_argument("--documents", type=_count, default=64, metavar="N", help="at most in one (default: 64)")
     parser.add_argument("--mean", type=float, default=1024.0, help="mean length of documents (default: 1024)")
     parser.add_argument("--sigma", type=float, default=1.5, help="of the lognormal distribution (default: 1.5)")
+    parser.add_argument("--attention", choices=["auto", *BACKENDS], default="auto",
+                        help="attention of every way (default: auto, the fastest that there is; rows say which)")
     parser.add_argument("--ways", nargs="+", choices=ways, default=list(ways), metavar="WAY",
                         help=f"the first is what others are compared with (default: {' '.join(ways)})")
     parser.add_argument("--rounds", type=_count, default=rounds, metavar="N", help=f"(default: {rounds})")
@@ -107,7 +110,7 @@ def _shared(asked: argparse.Namespace, device: torch.device) -> dict[str, object
     return {"model": asked.model or ("tiny" if small else "qwen3-0.6b"), "layers": asked.layers,
             "tokens": tuple(asked.tokens or ([128] if small else asked.usual_tokens)), "documents": asked.documents,
             "ways": tuple(asked.ways), "rounds": asked.rounds, "mean": asked.mean, "sigma": asked.sigma,
-            "seed": asked.seed, "one_at_a_time": asked.one_at_a_time}
+            "seed": asked.seed, "one_at_a_time": asked.one_at_a_time, "attention": asked.attention}
 
 
 def _refuse(problems: list[str]) -> None:

@@ -1,16 +1,19 @@
-"""The same decoder with every layer under torch.compile: what eager users can have without graphs.
+"""The same decoder with its stages under torch.compile, and no graphs of ours: what eager users can have.
 
-Layers are compiled one by one (regional compilation): they share one piece of compiled code per shape, since their
-parameters are inputs of it, and nothing in it may depend on the number of the layer. The head stays eager; it is a
-custom autograd function around three matrix products.
+Embedding, layers and head are compiled each for itself (regional compilation), by the library's own way of doing it
+(graphs/compiler.py): all layers share one piece of code per shape.
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch._dynamo
 from torch import Tensor, nn
 
+from packgraph.graphs.compiler import Compiler
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.pieces import pieces_of
 from packgraph.models.stack import DecoderStack
 from packgraph.plan.stages import Stage, State, run_stages
 
@@ -25,25 +28,8 @@ def no_silent_eager() -> Iterator[None]:
         yield
 
 
-class Layer(nn.Module):
-    """A decoder layer as one function of tensors. Its stages run methods of the layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        # By name: a stage knows the number of its layer, which compiled code would take for a constant.
-        self.methods = [stage.run.__name__ for stage in layer.stages()]  # type: ignore[operator]
-
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: Any) -> Tensor:
-        """hidden: [T, H]; rotary, attention: as in the decoder's state. Returns [T, H]."""
-        state: State = {"hidden": hidden, "rotary": rotary, "attention": attention}
-        for method in self.methods:
-            state = getattr(self.layer, method)(state)
-        return state["hidden"]
-
-
 class CompiledStack(nn.Module):
-    """Computes what `model` does, with its parameters, each layer compiled for static shapes.
+    """Computes what `model` does, with its parameters, compiled for static shapes.
 
     backend, mode: as for torch.compile.
     """
@@ -52,17 +38,16 @@ class CompiledStack(nn.Module):
                  ) -> None:
         super().__init__()
         self.model = model
-        self.compiled = nn.ModuleList(Layer(layer) for layer in model.layers.values())
-        for layer in self.compiled:
-            layer.compile(backend=backend, mode=mode, dynamic=False)
+        own = backend == "inductor" and mode is None
+        make = None if own else partial(torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False)
+        self._compiler = Compiler("inductor", Stats(), make)
+        self._pieces = pieces_of(model.stages())
 
     def begin(self, *args: Any, **kwargs: Any) -> State:
         return self.model.begin(*args, **kwargs)
 
     def stages(self) -> Sequence[Stage]:
-        own = self.model.stages()
-        inner = [Stage("layer", number, self._stage(layer)) for number, layer in enumerate(self.compiled)]
-        return [own[0], *inner, *([own[-1]] if self.model.last else [])]
+        return [Stage("module", 0, self._run)]
 
     def end(self, state: State) -> Tensor:
         return self.model.end(state)
@@ -71,5 +56,5 @@ class CompiledStack(nn.Module):
         """As DecoderStack.forward."""
         return run_stages(self, *args, **kwargs)
 
-    def _stage(self, layer: nn.Module) -> Any:
-        return lambda state: {**state, "hidden": layer(state["hidden"], state["rotary"], state["attention"])}
+    def _run(self, state: State) -> State:
+        return self._compiler.run(self._pieces, state)

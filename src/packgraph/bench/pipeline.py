@@ -62,11 +62,12 @@ class PipelineOptions:
     ranks: int
     chunks: int
     microbatches: int
+    attention: str = "auto"
 
     @property
     def config(self) -> DenseConfig:
         """The whole decoder; embedding and head are untied, since they live on different ranks."""
-        return replace(shape(self.model, self.layers), tie_embeddings=False)
+        return replace(shape(self.model, self.layers), tie_embeddings=False, attention_backend=self.attention)
 
     def problems(self) -> list[str]:
         """Why these options describe no pipeline."""
@@ -247,7 +248,8 @@ class _PipelineBench:
         what = {"benchmark": "pipeline", "way": name, "model": options.model, "layers": options.config.num_layers,
                 "dtype": str(dtype_on(self.device)).removeprefix("torch."), "ranks": options.ranks,
                 "chunks": options.chunks, "microbatches": options.microbatches, "tokens": self.capacity.tokens,
-                "documents": self.capacity.documents, "mean": options.mean, "sigma": options.sigma,
+                "documents": self.capacity.documents, "attention": str(self.modules[0].attention_choice()),
+                "mean": options.mean, "sigma": options.sigma,
                 "seed": options.seed, "real_tokens": round(self.real_tokens, 1),
                 "padding": round(1 - self.real_tokens / self.capacity.tokens / options.microbatches, 5),
                 "slots": None if name == "step" else [list(counts) for counts in self.slots]}

@@ -19,7 +19,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.links import Links
 from packgraph.parallel.pipeline import Pipeline
 
-PIPELINE_WAYS = ("eager", "compile", "layer", "chunk", "step")
+PIPELINE_WAYS = ("eager", "compile", "layer", "chunk", "step", "chunk+compile")
 WITHOUT_GRAPHS = ("eager", "compile")
 REPEATS = 5
 
@@ -43,7 +43,8 @@ class PipelineWay:
         inner = [CompiledStack(module) for module in modules] if name == "compile" else modules
         granularity = "layer" if name == "layer" else "chunk"
         self.chunks: list[GraphedModule] = [
-            graph(module, capacities=[capacity], warmup=0, slots=count, granularity=granularity)
+            graph(module, capacities=[capacity], warmup=0, slots=count, granularity=granularity,
+                  compile=name.endswith("+compile"))
             for module, count in zip(inner, slots, strict=True)]
         self.pipeline = Pipeline(self.chunks, links, self.width, self.dtype, self.device, whole_steps=name == "step")
 
@@ -55,7 +56,7 @@ class PipelineWay:
 
     def build(self, sample: PackedBatch) -> str | None:
         """Capture the chunks' graphs; why that failed on this rank, or somewhere. Collective."""
-        if self.name not in ("layer", "chunk"):
+        if self.name in (*WITHOUT_GRAPHS, "step"):
             return None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PackgraphWarning)

@@ -5,7 +5,7 @@
 
 Times are per call. Peak memory is what a way holds beyond parameters and gradients, which all ways share.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,7 +39,10 @@ COLUMNS: list[Column] = [
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What to measure. tokens: rows of the table. calls: microbatches in a block; mean, sigma: of document lengths."""
+    """What to measure. tokens: rows of the table. calls: microbatches in a block; mean, sigma: of document lengths.
+
+    attention: backend, or `auto` for the fastest that there is.
+    """
 
     model: str
     layers: int | None
@@ -52,11 +55,13 @@ class StepOptions:
     sigma: float
     seed: int
     one_at_a_time: bool
+    attention: str = "auto"
 
 
 def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline: Deadline) -> None:
     """Measure everything in `options`; one row per number of tokens and way."""
-    model = FreshModel(shape(options.model, options.layers), device=device, dtype=dtype_on(device))
+    config = replace(shape(options.model, options.layers), attention_backend=options.attention)
+    model = FreshModel(config, device=device, dtype=dtype_on(device))
     zero_gradients([model])
     for tokens in options.tokens:
         bench = _StepBench(options, Capacity(tokens, options.documents), model, device, deadline)
@@ -105,7 +110,8 @@ class _StepBench:
         options, config = self.options, self.model.config
         what = {"benchmark": "step", "way": name, "model": options.model, "layers": config.num_layers,
                 "dtype": str(dtype_on(self.device)).removeprefix("torch."), "tokens": self.capacity.tokens,
-                "documents": self.capacity.documents, "calls": options.calls, "mean": options.mean,
+                "documents": self.capacity.documents, "attention": str(self.model.attention_choice()),
+                "calls": options.calls, "mean": options.mean,
                 "sigma": options.sigma, "seed": options.seed, "real_tokens": round(self.real_tokens, 1),
                 "padding": round(1 - self.real_tokens / self.capacity.tokens, 5)}
         return what | contest.row(name, "device_ms", 1e-2 if self.device.type == "cuda" else 1e-5)

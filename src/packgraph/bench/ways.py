@@ -11,7 +11,7 @@ from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
-STEP_WAYS = ("eager", "compile", "reduce-overhead", "layer", "chunk")
+STEP_WAYS = ("eager", "compile", "reduce-overhead", "layer", "chunk", "layer+compile", "chunk+compile")
 EXPECTED_FALLBACKS = {"warm-up": 1}
 
 
@@ -31,11 +31,12 @@ class Way:
         return loss.detach()
 
     def facts(self) -> dict[str, Any]:
-        """What capturing has cost: seconds, and bytes that the pools hold."""
+        """What capturing and compiling has cost: seconds, bytes that the pools hold, and pieces of compiled code."""
         if self.graphed is None:
-            return {"capture_seconds": None, "pool_bytes": None}
-        return {"capture_seconds": round(self.graphed.stats.capture_seconds, 3),
-                "pool_bytes": self.graphed.stats.pool_bytes}
+            return {"capture_seconds": None, "pool_bytes": None, "compiled": None}
+        stats = self.graphed.stats
+        return {"capture_seconds": round(stats.capture_seconds, 3), "pool_bytes": stats.pool_bytes,
+                "compiled": stats.compiled}
 
     def complaint(self) -> str | None:
         """Why the times are not those of this way, if microbatches ran eagerly after all."""
@@ -60,5 +61,7 @@ def make_way(name: str, model: DecoderStack, capacity: Capacity) -> Way:
         if device.type != "cuda":
             raise ValueError("torch.compile's reduce-overhead makes CUDA graphs: there is none on a CPU")
         return Way(name, CompiledStack(model, mode="reduce-overhead"))
-    graphed = graph(model, capacities=[capacity], granularity=name, warmup=1, slots=1, strict=True)
+    granularity, _, compiled = name.partition("+")
+    graphed = graph(model, capacities=[capacity], granularity=granularity, warmup=1, slots=1, strict=True,
+                    compile=bool(compiled))
     return Way(name, graphed, graphed)

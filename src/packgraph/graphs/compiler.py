@@ -75,6 +75,7 @@ class Compiler:
         self.backend, self.stats = backend, stats
         self._make = make or self._compiled
         self._code: dict[Hashable, Code] = {}
+        self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
         self._now = ""
 
@@ -83,13 +84,24 @@ class Compiler:
         opened = {key: OpenBatch.of(value) for key, value in state.items() if isinstance(value, PackedBatch)}
         closed = {id(batch): state[key] for key, batch in opened.items()}
         state = state | opened
-        for piece in pieces:
-            known = len(self._code)
-            code = self._code_for(piece, state)
-            self._now = piece.name
-            with unguarded(), _explained(piece), _quiet() if len(self._code) > known else contextlib.nullcontext():
-                state = code(piece.owner, state)
+        key = (tuple(pieces), _shapes(state))
+        codes = self._codes.setdefault(key, [])
+        with unguarded():
+            for piece, code in zip(pieces, list(codes), strict=False):
+                state = self._call(piece, code, state)
+            for piece in pieces[len(codes) :]:  # the first time: what is compiled for depends on what came before
+                with _quiet():
+                    code = self._code_for(piece, state)
+                    state = self._call(piece, code, state)
+                codes.append(code)
         return {key: closed.get(id(value), value) for key, value in state.items()}
+
+    def _call(self, piece: Piece, code: Code, state: State) -> State:
+        self._now = piece.name
+        try:
+            return code(piece.owner, state)
+        except (FailOnRecompileLimitHit, TorchDynamoException) as error:
+            raise _explained(piece, error) from error
 
     def _code_for(self, piece: Piece, state: State) -> Code:
         """Code of its own for every function and every bucket: torch limits how often one code is compiled."""
@@ -190,22 +202,18 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _explained(piece: Piece) -> Iterator[None]:
-    """Turn what torch.compile raises into a CaptureError at the user's line."""
-    try:
-        yield
-    except FailOnRecompileLimitHit as error:
-        raise CaptureError(f"the stages {piece.name} were compiled again and again for the same shapes: something that "
-                           "torch takes for a constant differs from layer to layer or from call to call",
-                           _definition(piece), "make it a tensor (a buffer), or " + TO_DO + MORE) from error
-    except TorchDynamoException as error:
-        inner = getattr(error, "inner_exception", None) or error
-        if isinstance(inner, CaptureError):
-            raise CaptureError(inner.what, inner.where or _definition(piece), inner.remedy) from error
-        lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
-        raise CaptureError(f"torch.compile cannot compile {piece.name}: {lines[0] if lines else type(inner).__name__}",
-                           _line(error) or _definition(piece), TO_DO + MORE) from error
+def _explained(piece: Piece, error: Exception) -> CaptureError:
+    """What torch.compile has raised, as an error at the user's line."""
+    if isinstance(error, FailOnRecompileLimitHit):
+        return CaptureError(f"the stages {piece.name} were compiled again and again for the same shapes: something "
+                            "that torch takes for a constant differs from layer to layer or from call to call",
+                            _definition(piece), "make it a tensor (a buffer), or " + TO_DO + MORE)
+    inner = getattr(error, "inner_exception", None) or error
+    if isinstance(inner, CaptureError):
+        return CaptureError(inner.what, inner.where or _definition(piece), inner.remedy)
+    lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
+    return CaptureError(f"torch.compile cannot compile {piece.name}: {lines[0] if lines else type(inner).__name__}",
+                        _line(error) or _definition(piece), TO_DO + MORE)
 
 
 def _line(error: BaseException) -> str | None:
