@@ -56,6 +56,10 @@ class Slot:
         strides = own_strides(like) or contiguous_strides(like.shape)
         return whole.set_(kept.untyped_storage(), 0, tuple(like.shape), strides)
 
+    def buffer_bytes(self) -> int:
+        """Bytes that the slot holds outside of pools."""
+        return sum(kept.numel() for kept in self._buffers.values())
+
     def make_room(self, nbytes: int) -> int:
         """Drop all variants if `nbytes` of arguments are more than the slot has ever held; how many were dropped."""
         if nbytes <= self.largest:
@@ -135,6 +139,20 @@ class Slots:
         self.all, self._free = [], []
         self.shared = None if self.limit == 1 else self.backend.new_pool()
         return dropped
+
+    def drop(self, key: Hashable) -> int:
+        """Free the variants of `key`, and all memory if no other is left; how many are gone.
+
+        Raises RuntimeError while a slot is in flight: its graphs may be needed yet.
+        """
+        if self.in_flight():
+            raise RuntimeError(f"{self.in_flight()} slots are in flight: graphs can be given up between steps only")
+        found = [slot.variants.pop(key) for slot in self.all if key in slot.variants]
+        for variant in found:
+            variant.reset()
+        if found and not any(slot.variants for slot in self.all):
+            self.clear()
+        return len(found)
 
     def nbytes(self) -> int:
         """Bytes reserved for all pools."""

@@ -1,0 +1,98 @@
+"""Pools predicted from a traced build against the recorder's own; a trace changes nothing."""
+import pytest
+import torch
+from graphkit import make_toy, toy_inputs, toy_loss
+from torch import nn
+
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.memory_trace import pool_model, trace_memory
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.memory import BankModel, MemoryTrace
+
+SIZES = (40, 16, 24)
+
+
+def warmed(**options):
+    graphed = graph(make_toy(), warmup=1, **options)
+    toy_loss(graphed(*toy_inputs(8))).backward()
+    return graphed
+
+
+def model_of(graphed, sizes=SIZES):
+    traces = {Capacity(size, 1): trace_memory(graphed, toy_inputs(size)) for size in sizes}
+    return BankModel(traces, pool_model(graphed.backend))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("scope", [None, ["attn"], ["mlp", "head"]], ids=str)
+def test_the_recorders_pools_are_as_predicted(scope, granularity, slots):
+    graphed = warmed(scope=scope, granularity=granularity, slots=slots)
+    predicted = model_of(graphed).predict([Capacity(size, 1) for size in SIZES], slots)
+    graphed.build([toy_inputs(size) for size in SIZES], slots)
+    assert graphed.failures == 0
+    assert predicted.pools == pytest.approx(graphed.stats.pool_bytes, rel=0.05)
+    assert predicted.buffers == graphed._slots.all[0].buffer_bytes()
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_buckets_between_measured_ones_are_predicted_too(slots):
+    graphed = warmed(slots=slots, granularity="layer")
+    predicted = model_of(graphed, sizes=(32, 128)).predict([Capacity(80, 1)], slots)
+    graphed.build([toy_inputs(80)], slots)
+    assert not predicted.seen
+    # The toy's attention weights grow with the square of the tokens, so a line says more than there is.
+    assert graphed.stats.pool_bytes <= predicted.pools <= 1.5 * graphed.stats.pool_bytes
+
+
+def test_without_backwards_in_the_trace_the_prediction_is_far_off():
+    """The negative control: what is brief is a large part."""
+    graphed = warmed(slots=1, granularity="layer")
+    traces = model_of(graphed).traces
+    forwards = BankModel({c: MemoryTrace(tuple(trace.kept())) for c, trace in traces.items()}, pool_model("recorder"))
+    graphed.build([toy_inputs(size) for size in SIZES], 1)
+    assert forwards.predict(traces, 1).pools < 0.9 * graphed.stats.pool_bytes
+
+
+def facts_of(graphed):
+    facts = {f"parameter {name}": p.detach().clone() for name, p in graphed.named_parameters()}
+    facts |= {f"gradient {name}": p.grad.clone() for name, p in graphed.named_parameters() if p.grad is not None}
+    facts |= {f"buffer {name}": b.clone() for name, b in graphed.named_buffers()}
+    return facts | {"rng": torch.get_rng_state()}
+
+
+def test_a_trace_changes_nothing_and_holds_nothing():
+    graphed = warmed(granularity="layer")
+    before, inputs = facts_of(graphed), toy_inputs(12)
+    before["rng"] = torch.get_rng_state()
+    storages = [p.grad.data_ptr() for p in graphed.parameters()]
+    trace_memory(graphed, inputs)
+    after = facts_of(graphed)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert [p.grad.data_ptr() for p in graphed.parameters()] == storages
+    assert graphed.stats.captured == graphed.stats.replayed == 0 and inputs[1].grad is None
+
+
+def test_a_second_trace_is_the_same():
+    graphed = warmed(granularity="layer")
+    first, second = (trace_memory(graphed, toy_inputs(12)) for _ in range(2))
+    assert first == second
+
+
+class WritesToItsBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.plain = torch.zeros(4)
+
+    def forward(self, x):
+        self.seen.add_(1)
+        self.plain.add_(1)
+        return self.linear(x).sum()
+
+
+def test_writes_to_tensors_from_outside_are_undone():
+    graphed = graph(WritesToItsBuffer(), warmup=0)
+    trace_memory(graphed, (torch.randn(8, 4),))
+    assert not graphed.module.seen.any() and not graphed.module.plain.any()
