@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.direct import Direct, direct_replay
@@ -222,7 +223,7 @@ class VariantBuild:
             with torch.autocast(self.slot.device.type, enabled=False):
                 landings = self._landings(forward)
                 region.backward, _ = self.window.capture(
-                    lambda: _backward(starts, gradients, wanted, landings), brief=True)
+                    lambda: _backward(starts, gradients, wanted, owned, landings), brief=True)
             self._collect(forward, region, owned, returned, landings)
         for entry in region.inputs:
             entry.differentiable = entry.gradient is not None
@@ -298,10 +299,16 @@ def _numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], first: St
             if id(leaf) in numbers}
 
 
-def _backward(starts: list[Any], gradients: list[Any], wanted: list[Any],
+def _backward(starts: list[Any], gradients: list[Any], wanted: list[Any], owned: list[Any],
               landings: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """What a backward graph holds."""
-    torch.autograd.backward(starts, gradients, inputs=wanted)
+    accumulator = Accumulator(owned)
+    try:
+        accumulator.begin()
+        torch.autograd.backward(starts, gradients, inputs=wanted)
+        accumulator.end()
+    finally:
+        accumulator.drop()
     with torch.no_grad():
         for leaf, landing in landings:
             if leaf.grad is not None:
