@@ -1,6 +1,7 @@
 """Every test starts from the same seeds and uses one torch thread, so that test workers do not fight for the cores."""
 import importlib.util
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -31,3 +32,11 @@ def same_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_global_settings() -> Iterator[None]:
+    """A test that asks for deterministic kernels (runs of the trainer do) does so for itself alone."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)

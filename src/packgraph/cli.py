@@ -6,6 +6,7 @@ number, a verification differs) ends with 1. A traceback is shown for our bugs o
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -78,6 +79,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     return code
+
+
+def _import_torch() -> None:
+    """Import torch, which takes seconds. Raises KeyboardInterrupt for a Ctrl-C meanwhile, also for one that is lost.
+
+    An exception that Python raises in a callback of the import system is printed or dropped, never passed on.
+    """
+    pressed = []
+
+    def note(number: int, frame: Any) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        import torch  # noqa: F401
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _top_level(words: list[str], commands: list[str]) -> int:
@@ -177,6 +198,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
 
 
 def _train(words: list[str]) -> int:
+    _import_torch()
     from packgraph.train.command_line import options_help
     from packgraph.train.config import ConfigError
     from packgraph.train.presets import PRESETS
@@ -224,6 +246,7 @@ def _verify_problems(config: Any, steps: int | None) -> list[str]:
 
 
 def _verify(words: list[str]) -> int:
+    _import_torch()
     from packgraph.train.config import ConfigError
 
     config, own = _read(words)
@@ -321,12 +344,14 @@ def _refuse_plan(problems: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
+    _import_torch()
     from packgraph.bench.command import bench
 
     return bench(words)
 
 
 def _export(words: list[str]) -> int:
+    _import_torch()
     from packgraph.train.weights import export
 
     parser = argparse.ArgumentParser(

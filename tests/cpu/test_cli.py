@@ -1,4 +1,6 @@
 """The command as a user meets it: help, one clear block for every mistake, whole runs."""
+import builtins
+import contextlib
 import json
 import os
 import re
@@ -168,6 +170,21 @@ def test_ctrl_c_before_torch_is_there_is_one_line() -> None:
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "packgraph: interrupted\n"
     assert process.returncode == 130
+
+
+def test_ctrl_c_that_an_import_swallows_is_not_lost(monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    real = builtins.__import__
+
+    def swallowing(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "torch" and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", swallowing)
+    assert cli.main(["train", "--help"]) == 130
+    assert capsys.readouterr().err == "packgraph: interrupted\n"
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(
