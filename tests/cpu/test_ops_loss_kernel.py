@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from packgraph.ops import loss
 from packgraph.ops.loss import HAS_TRITON, IGNORED, naive_gradient_of_logits
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
@@ -27,6 +28,31 @@ def test_kernel_equals_the_operations(dtype, size):
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-7)
     assert not logits[2].any() and losses[2] == 0
+
+
+@pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in a process of its own")
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_compiled_loss_holds_the_kernel(monkeypatch, chunk):
+    """What it writes to, it writes to in compiled code as well: chunk after chunk, views of the losses among it."""
+    from packgraph.ops.loss_kernel import logits_to_gradients
+
+    def by_kernel(logits, labels, losses, *, wanted):
+        logits_to_gradients(logits, labels, losses)
+        return logits if wanted else None
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(10, 8), torch.randn(50, 8)
+    labels = torch.randint(0, 50, (10,)).index_fill(0, torch.tensor([2, 9]), IGNORED)
+    results = []
+    for function in (loss.linear_cross_entropy, torch.compile(loss.linear_cross_entropy, fullgraph=True,
+                                                              backend="aot_eager")):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        value = function(*leaves, labels, chunk)
+        (value / 7).backward()
+        results.append([value.detach(), *(leaf.grad for leaf in leaves)])
+        monkeypatch.setattr(loss, "gradient_of_logits", by_kernel)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")

@@ -7,6 +7,7 @@ softmax - one_hot in the logits' own dtype. The second pass finds the row in the
 
 The operations it replaces are its specification: `naive_gradient_of_logits` in ops/loss.py.
 """
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,11 +44,12 @@ def _row(logits, labels, losses, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
         tl.store(start + column, tl.where(counted, gradient, 0.0), mask=column < SIZE)
 
 
+@torch.library.custom_op("packgraph::logits_to_gradients", mutates_args=("logits", "losses"))
 def logits_to_gradients(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
     """Write the loss of every row to `losses` and the gradient of its logits over `logits`.
 
     logits: [C, V], a float dtype, rows contiguous. labels: int64 [C], -100 = the row does not count: loss and gradient
-    are exactly 0, whatever it holds. losses: float32 [C].
+    are exactly 0, whatever it holds. losses: float32 [C]. One operation for torch.compile.
     """
     rows, size = logits.shape
     _row[(rows,)](logits, labels, losses, logits.stride(0), SIZE=size, BLOCK=min(BLOCK, triton.next_power_of_2(size)),
