@@ -14,6 +14,8 @@ class DenseConfig:
     standard deviation of fresh matrices. attention_backend: a name of `packgraph.ops.attention.BACKENDS` or
     `auto`.
     max_position_embeddings: only recorded in checkpoints; rotary positions have no limit here.
+    merge_projections: form the products with the matrices of queries, keys and values as one, and those of gate
+    and up (ops/merged_linear.py); parameters and their names stay as they are.
     Raises ValueError that names every illegal value at once.
     """
 
@@ -33,6 +35,7 @@ class DenseConfig:
     initializer_range: float = 0.02
     attention_backend: str = "auto"
     max_position_embeddings: int = 32768
+    merge_projections: bool = False
 
     def __post_init__(self) -> None:
         reasons = _illegal(self)
@@ -54,6 +57,8 @@ def _illegal(config: DenseConfig) -> list[str]:
         reasons.append(f"dropout is {config.dropout}, must be in [0, 1)")
     if config.initializer_range < 0.0:
         reasons.append(f"initializer_range is {config.initializer_range}, must not be negative")
+    if config.merge_projections and config.attention_bias:
+        reasons.append("merge_projections needs projections without biases, but attention_bias is set")
     if config.attention_backend != "auto" and config.attention_backend not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         reasons.append(f"attention_backend {config.attention_backend!r} is unknown; known are {known}")

@@ -3,12 +3,13 @@
 from torch import Tensor, nn
 
 from packgraph.models.config import DenseConfig
+from packgraph.models.layers.merged import MergedProjections
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.ops.attention import AttentionMetadata, attention
 from packgraph.ops.rotary import apply_rotary
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(MergedProjections):
     """[T, H] -> [T, H]; projections are named as in Hugging Face checkpoints."""
 
     def __init__(self, config: DenseConfig) -> None:
@@ -19,12 +20,13 @@ class GroupedQueryAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.merged = ("q_proj", "k_proj", "v_proj") if config.merge_projections else ()
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         """x: [T, H]; rotary: cos and sin [T, head_dim]. Returns [T, H]."""
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))
-                   for project in (self.q_proj, self.k_proj, self.v_proj))
+        parts = self.project(x) if self.merged else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q, k = apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
         return self.o_proj(attention(q, k, v, metadata).flatten(1))

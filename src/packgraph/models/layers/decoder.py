@@ -29,7 +29,7 @@ class DenseLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = GroupedQueryAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.merge_projections)
 
     def stages(self) -> Sequence[Stage]:
         return [Stage("attn", self.index, self.run_attention), Stage("mlp", self.index, self.run_mlp)]
