@@ -1,8 +1,10 @@
-"""Which backend serves a module."""
+"""Which backend serves a module, and what compiles its stages."""
 import torch
 
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cuda import CudaBackend
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.program import StageCompiler
 from packgraph.graphs.recorder import RecorderBackend
 
 
@@ -25,3 +27,12 @@ def choose_backend(name: str, device: torch.device, generators: list[torch.Gener
                              "Use backend='cuda' or 'auto'")
         return RecorderBackend(generators)
     raise ValueError(f"unknown backend {name!r}: use 'auto', 'cuda' or 'recorder'")
+
+
+def choose_compiler(compile: bool | str, stats: Stats) -> StageCompiler | None:
+    """What compiles stages: True is torch's `inductor`, False nothing. stats: gets the counts."""
+    if compile is False:
+        return None
+    from packgraph.graphs.compiler import Compiler  # loads torch's compiler, which takes seconds
+
+    return Compiler("inductor" if compile is True else compile, stats)

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from packgraph.graphs import fallback
 from packgraph.graphs.build import Owned, Variant
@@ -15,6 +15,7 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.program import Program
 from packgraph.graphs.region import Homes, accepts, replay_region
 from packgraph.graphs.slot import Ticket
+from packgraph.graphs.steady import call_tensors
 from packgraph.plan.stages import State
 
 
@@ -38,11 +39,13 @@ class Claim:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Replay the forward alone: the call's output, an alias of the slot's memory that autograd knows nothing of."""
         assert self.variant.direct is not None
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self.ticket.release)
-            out = self.variant.direct.forward(tensors, self.ticket)
-            on_error.pop_all()
+        launched = False
+        try:
+            out = self.variant.direct.forward(call_tensors(args, kwargs), self.ticket)
+            launched = True
+        finally:
+            if not launched:
+                self.ticket.release()
         return out
 
     def backward(self, gradient: torch.Tensor | None = None) -> None:

@@ -29,13 +29,14 @@ Ends = Sequence[tuple[int, int] | None]
 class Direct:
     """The launches of one variant.
 
-    copies: which of the call's tensors go into which memory of the slot. out: the call's only output. incoming: where
-    its gradient belongs. gradients: by number of the call's tensor, where the backward leaves its gradient.
+    copies: which of the call's tensors go into which memory of the slot, and its address. out: the call's only output.
+    incoming: where its gradient belongs. gradients: by number of the call's tensor, where the backward leaves its
+    gradient.
     """
 
     forwards: list[Graph]
     backwards: list[Graph]
-    copies: list[tuple[int, torch.Tensor]]
+    copies: list[tuple[int, torch.Tensor, int]]
     out: Static
     incoming: Static
     gradients: dict[int, Static]
@@ -45,8 +46,8 @@ class Direct:
     def forward(self, tensors: Sequence[torch.Tensor], ticket: Ticket) -> torch.Tensor:
         """Launch all forwards on the call's tensors; returns the output, static memory of the slot."""
         ticket.pending.add(0)
-        for number, buffer in self.copies:
-            if tensors[number].data_ptr() != buffer.data_ptr():
+        for number, buffer, address in self.copies:
+            if tensors[number].data_ptr() != address:
                 buffer.copy_(tensors[number])
         for graph in self.forwards:
             graph.replay()
@@ -85,7 +86,7 @@ def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: 
     backwards = [region.backward for _, region in sorted(regions.items(), reverse=True) if region.backward is not None]
     if last.incoming is None or not backwards:
         return None
-    copies: list[tuple[int, torch.Tensor]] = []
+    copies: list[tuple[int, torch.Tensor, int]] = []
     gradients: dict[int, Static] = {}
     for region in regions.values():
         for entry in region.inputs:
@@ -94,7 +95,7 @@ def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: 
             number = tensors[entry.token[1]]
             assert number is not None
             if entry.buffer is not None:
-                copies.append((number, entry.buffer))
+                copies.append((number, entry.buffer, entry.buffer.data_ptr()))
             if entry.gradient is not None:
                 if number in gradients or not entry.lend:
                     return None

@@ -18,17 +18,18 @@ from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import capture_variant, compile_ahead, rehearse
-from packgraph.graphs.choose import choose_backend
+from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Change, Fingerprint
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
-from packgraph.graphs.program import Program, StageCompiler
+from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
+from packgraph.graphs.steady import Steady
 from packgraph.graphs.wrapper import Wrapper, as_in_training
 from packgraph.packing.capacity import Capacity, read_capacities
 
@@ -79,7 +80,7 @@ class GraphedModule(Wrapper):
         self.capacities = () if capacities is None else read_capacities(capacities)
         self.strict = strict
         self.stats = Stats()
-        self._program = Program(module, scope, granularity, _compiler(compile, self.stats))
+        self._program = Program(module, scope, granularity, choose_compiler(compile, self.stats))
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
         self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
@@ -93,7 +94,7 @@ class GraphedModule(Wrapper):
         self._failed: set[Hashable] = set()
         self._coded: set[Hashable] = set()
         self._closed = False
-        self._steady: object = None
+        self._steady: Steady | None = None
         self.lends = False
         self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
         self._refusal: Refusal | None = None
@@ -127,6 +128,10 @@ class GraphedModule(Wrapper):
 
         Of tensors only the metadata is looked at, unless a capture is due. The claim counts as a replay.
         """
+        known = self._steady.recall(args, kwargs) if self._steady is not None else None
+        if known is not None:
+            with self._lock:
+                return self._take(known, args, kwargs)
         reason = self._reason_for_eager(args, kwargs)
         if reason is not None:
             return reason
@@ -144,6 +149,12 @@ class GraphedModule(Wrapper):
             return reason
         if call.key not in self._rehearsed and len(self._rehearsed) >= MAX_KEYS:
             return fallback.TOO_MANY_KEYS
+        claim = self._take(call, args, kwargs)
+        if self._steady is not None and isinstance(claim, Claim):
+            self._steady.learn(args, kwargs, call)
+        return claim
+
+    def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
         ticket = self._slots.acquire(call.key)
         if ticket is None:
             return fallback.NO_SLOT
@@ -167,7 +178,7 @@ class GraphedModule(Wrapper):
         `.grad` of its parameters in between.
         """
         if self._fingerprint is not None and self._check_fingerprint() is None:
-            self._steady = object()
+            self._steady = Steady()
         try:
             yield
         finally:
@@ -380,14 +391,6 @@ class GraphedModule(Wrapper):
             raise error
         message = f"running eagerly from here on, because a capture failed: {error}"
         warnings.warn(message, PackgraphWarning, stacklevel=4)
-
-
-def _compiler(compile: bool | str, stats: Stats) -> StageCompiler | None:
-    if compile is False:
-        return None
-    from packgraph.graphs.compiler import Compiler  # loads torch's compiler, which takes seconds
-
-    return Compiler("inductor" if compile is True else compile, stats)
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
