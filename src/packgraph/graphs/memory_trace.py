@@ -13,7 +13,7 @@ statistics (torch.cuda.max_memory_allocated) again.
 """
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +25,17 @@ from packgraph.graphs.backend import Backend, Result
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.capture import Observed, explained, undone
 from packgraph.graphs.effects import HostEffects, ObservedProgram
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.guard import PLAIN_TENSORS, Journal, Watch, shapes_only
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, local_tensor
 from packgraph.graphs.program import Program
+from packgraph.graphs.refusals import refusal
 from packgraph.graphs.slot import Slot
 from packgraph.graphs.strides import contiguous_strides, own_strides
 from packgraph.graphs.wrapper import as_in_training
-from packgraph.plan.memory import Lifetime, MemoryTrace, PoolModel
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.memory import BankMemory, BankModel, Lifetime, MemoryTrace, PoolModel
 from packgraph.plan.memory_caching import CachingPool
 from packgraph.plan.memory_first_fit import FirstFitPool
 
@@ -42,8 +45,17 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
 
     Raises CaptureError where a capture would; with collectives in the module it is collective.
     """
+    refused = refusal(graphed.module)
+    if refused is not None:
+        raise CaptureError(refused.what, user_line(), refused.remedy)
     with as_in_training(graphed.module):
         return _trace(graphed._program, graphed._backend, graphed._observed, graphed.lends, args)
+
+
+def predict_bank(graphed: GraphedModule, traces: Mapping[Capacity, MemoryTrace], slots: int) -> BankMemory:
+    """What graphs for all capacities that `traces` are of will take in `slots` slots of `graphed`."""
+    model = BankModel(traces, pool_model(graphed.backend))
+    return model.predict(traces, slots, alone=graphed._slots.limit == 1)
 
 
 def pool_model(backend: str) -> Callable[[], PoolModel]:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs import fallback
+from packgraph.graphs.kept import KeptCapacities
 from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -89,7 +90,10 @@ def undeclared(args: tuple[Any, ...], kwargs: dict[str, Any], capacities: Sequen
     batches = _batches((args, kwargs))
     for batch in batches:
         if batch.capacity not in capacities:
-            most = max(capacity.documents for capacity in capacities)
+            dropped = capacities.dropped if isinstance(capacities, KeptCapacities) else {}
+            if batch.capacity in dropped:
+                return dropped[batch.capacity]
+            most = max(capacity.documents for capacity in [*capacities, *dropped])
             return fallback.DOCUMENTS if batch.capacity.documents > most else fallback.UNDECLARED
     if batches:
         return None

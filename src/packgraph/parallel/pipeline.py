@@ -82,14 +82,17 @@ class Pipeline:
         samples: one batch on the device per capacity. slots: per chunk. When a capture fails on any rank, all ranks
         run eagerly from here on (the reason is counted); returns whether all captures succeeded everywhere.
         """
-        tokens = torch.ones((), dtype=torch.int64, device=self.device)
         failed = 0
         for index, (chunk, count) in enumerate(zip(self.chunks, slots, strict=True)):
-            chunk.build([self._arguments(self._stage(index), batch, tokens) for batch in samples], count)
+            chunk.build([self.sample_arguments(index, batch) for batch in samples], count)
             failed += chunk.failures
         if any(facts[0] for facts in self.links.gather_facts([failed])):
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
+
+    def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
+        """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes, no values."""
+        return self._arguments(self._stage(chunk), batch, torch.ones((), dtype=torch.int64, device=self.device))
 
     def step(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor,
              before_last: BeforeLast | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
@@ -17,6 +18,7 @@ from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.train.memory_budget import Arguments, MemoryPlan, agreement, limit_of, plan_memory
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig
 from packgraph.train.step import BeforeLast, accumulate
@@ -32,6 +34,10 @@ class Counts:
 
 class Executor:
     """Runs microbatches of one model. `close` frees the graphs."""
+
+    memory: MemoryPlan | None = None  # what graphs take, by a prediction; known when warm-up is over
+    _measured = 0
+    everyone: dist.ProcessGroup | None = None  # the ranks that must capture the same, None = this one alone
 
     def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
         self._model = model
@@ -86,9 +92,25 @@ class Executor:
             return False
         self._warm = True
         tokens_in_step = torch.ones((), dtype=torch.int64, device=self._device)
-        capacities = sorted(self._options.captured_capacities(), reverse=True)
-        self._graphed[0].build([(sample_batch(capacity).to(self._device), tokens_in_step) for capacity in capacities])
+
+        def arguments(chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+            return sample_batch(capacity).to(self._device), tokens_in_step
+
+        capacities = self._within_budget(arguments, [self._options.slots or 1])
+        self._graphed[0].build([arguments(0, capacity) for capacity in capacities])
+        self._measure()
         return True
+
+    def _within_budget(self, arguments: Arguments, slots: Sequence[int]) -> Sequence[Capacity]:
+        """Predict what graphs will take; the capacities to capture, largest first."""
+        agree = agreement(self.everyone, self._device)
+        self.memory = plan_memory(self._graphed, arguments, slots, self._options.captured_capacities(),
+                                  limit_of(self._options.memory_budget, self._device), agree)
+        return self.memory.kept[::-1]
+
+    def _measure(self) -> None:
+        """Note what the pools take right after the capture; graphs may be given up later."""
+        self._measured = sum(graphed.stats.pool_bytes for graphed in self._graphed)
 
     def counts(self) -> Counts:
         """Microbatches since the start of this process."""
@@ -116,7 +138,8 @@ class Executor:
         """What summary.json says about graphs; counts and bytes are those of this process."""
         every = [graphed.stats for graphed in self._graphed] + [stats for stats in [self.step_stats()] if stats]
         pool = {"pool_bytes": sum(stats.pool_bytes for stats in every)} if every else {}
-        return {"backend": self.backend, **self.totals(), **pool}
+        memory = {} if self.memory is None else {"memory": self.memory.summary(self._measured)}
+        return {"backend": self.backend, **self.totals(), **pool, **memory}
 
     @property
     def backend(self) -> str:

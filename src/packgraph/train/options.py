@@ -13,6 +13,7 @@ from packgraph.models.dense import DenseConfig, named_stages
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import tensor_problems
+from packgraph.plan.memory_budget import budget_bytes
 from packgraph.plan.regions import scope_errors
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.data.config import DataConfig
@@ -78,6 +79,8 @@ class GraphConfig:
     optimizer: with granularity step, the update of the weights is part of the graph too.
     capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas; auto = chosen from
         the lengths of the documents, see the section buckets.
+    memory_budget: memory that graphs may take on one device, as 12GiB, 512MiB or 40%; capacities that would need more
+        are not captured, largest first, and run eagerly. none = no limit.
     max_documents: largest number of documents in a captured microbatch (50 when given without a value); packs with
         more run eagerly. none = the capacities alone decide.
     """
@@ -91,6 +94,7 @@ class GraphConfig:
     granularity: Literal["layer", "chunk", "step"] = "layer"
     optimizer: bool = False
     capacities: tuple[Capacity, ...] | Literal["auto"] = (Capacity(1024, 32),)
+    memory_budget: str | None = None
     max_documents: int | None = field(default=None, metadata={"bare": str(DEFAULT_DOCUMENTS_CAP)})
 
     def __post_init__(self) -> None:
@@ -101,6 +105,8 @@ class GraphConfig:
             f"max_documents must be at least 1, got {self.max_documents}":
                 self.max_documents is not None and self.max_documents < 1,
         })
+        if self.memory_budget is not None:
+            budget_bytes(self.memory_budget, total=1)
 
     def captured_capacities(self) -> list[Capacity]:
         """The shapes graphs are captured for, smallest first: the capacities with the documents cap put in."""
@@ -227,6 +233,12 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
             config.graph.enabled and backend == "recorder" and device_type == "cuda",
         f"graph.warmup = {config.graph.warmup} leaves no step to replay in run.steps = {config.run.steps}; "
         "lower it, or set graph.enabled = false": config.graph.enabled and config.graph.warmup >= config.run.steps,
+    }
+    problems |= {
+        f"graph.memory_budget = {config.graph.memory_budget} needs a CUDA device; write it in GiB or MiB":
+            "%" in (config.graph.memory_budget or "") and device_type != "cuda",
+        "graph.memory_budget is not there yet with graph.granularity = step, whose graphs are captured as steps come: "
+        "lower graph.capacities": config.graph.memory_budget is not None and config.graph.granularity == "step",
     }
     regions = "chunk" if config.graph.granularity == "step" else config.graph.granularity
     scope = scope_errors(named_stages(config.model), config.graph.scope, regions)

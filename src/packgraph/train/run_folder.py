@@ -32,6 +32,7 @@ FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard")
 # Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
 FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_every", "run.checkpoint_every",
                   "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
+                  "graph.memory_budget",
                   "graph.strict", "graph.scope", "graph.granularity", "graph.optimizer", "data.path", "run.init_from",
                   "parallel.dp", "parallel.tp", "parallel.pp", "parallel.chunks", "parallel.sequence")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import graph
 from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.links import make_links
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline import Pipeline
@@ -31,7 +32,7 @@ class StageExecutor(Executor):
     def __init__(self, chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh) -> None:
         """chunks: this rank's part of the model, in the order of its stages."""
         options = config.graph
-        self._options, self._device = options, device
+        self._options, self._device, self.everyone = options, device, mesh.everyone()
         self._warm = False
         links = make_links(mesh)
         self._slots = slot_counts(links.size, len(chunks))[links.rank]
@@ -75,9 +76,13 @@ class StageExecutor(Executor):
         if not self._options.enabled or steps_done != self._options.warmup:
             return False
         self._warm = True
-        capacities = sorted(self._options.captured_capacities(), reverse=True)
-        samples = [sample_batch(capacity).to(self._device) for capacity in capacities]
-        self._pipeline.build(samples, self._slots)
+
+        def arguments(chunk: int, capacity: Capacity) -> tuple[object, ...]:
+            return self._pipeline.sample_arguments(chunk, sample_batch(capacity).to(self._device))
+
+        capacities = self._within_budget(arguments, self._slots)
+        self._pipeline.build([sample_batch(capacity).to(self._device) for capacity in capacities], self._slots)
+        self._measure()
         return True
 
     def step_stats(self) -> Stats | None:

@@ -91,6 +91,7 @@ class Trainer:
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
+        self.executor.everyone = self.mesh.everyone()
         self.step = 0
         self._resumed_at = 0
         self._fetch = LateFetch(device)
@@ -216,6 +217,8 @@ class Trainer:
             return False
         self._left_out.watch()
         captured = self.executor.before_step(self.step - self._resumed_at)
+        for told in self.executor.memory.notes if captured and self.executor.memory is not None else ():
+            self.view.note(told)
         share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
         learning_rate = self._learning_rate()
         loss, norm = self.executor.train_step(share, count_loss_tokens(batches), self.optimizer, learning_rate)

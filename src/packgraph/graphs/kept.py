@@ -1,0 +1,23 @@
+"""Declared capacities of which some are left out: their microbatches run eagerly, and the count says why."""
+from collections.abc import Iterable, Mapping
+
+from packgraph.packing.capacity import Capacity
+
+OVER_BUDGET = "over the memory budget"
+
+
+class KeptCapacities(tuple[Capacity, ...]):
+    """The capacities that graphs are captured for. dropped: those that were declared as well, with the reason.
+
+    True even when none is kept: an empty tuple of capacities would mean that every shape may be captured.
+    """
+
+    dropped: dict[Capacity, str]
+
+    def __new__(cls, kept: Iterable[Capacity], dropped: Mapping[Capacity, str]) -> "KeptCapacities":
+        made = super().__new__(cls, sorted(kept))
+        made.dropped = dict(dropped)
+        return made
+
+    def __bool__(self) -> bool:
+        return bool(len(self) or self.dropped)

@@ -1,0 +1,168 @@
+"""A run knows what its graphs will take, and leaves out what a budget does not allow."""
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
+
+from packgraph.graphs import memory_trace
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.bucket_request import BucketRequest
+from packgraph.plan.buckets import choose_buckets
+from packgraph.plan.length_histogram import LengthHistogram
+from packgraph.plan.memory import BankModel
+from packgraph.plan.memory_budget import budget_bytes, shown
+from packgraph.train import memory_budget
+from packgraph.train.build import build_model
+from packgraph.train.executor import sample_batch
+from packgraph.train.memory_budget import plan_memory
+from packgraph.train.options import TrainConfig, disagreements
+from packgraph.train.signals import StopRequest
+
+
+def with_graph(config: TrainConfig, **values: Any) -> TrainConfig:
+    return dataclasses.replace(config, graph=dataclasses.replace(config.graph, **values))
+
+
+def arguments(chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+    return sample_batch(capacity), torch.ones((), dtype=torch.int64)
+
+
+def graphed_model(slots: int | None = 1, granularity: str = "layer") -> Any:
+    config = tiny(True)
+    return graph(build_model(config, CPU), capacities=CAPACITIES, warmup=0, slots=slots, granularity=granularity)
+
+
+def run(folder: Path, config: TrainConfig) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
+    made = trainer(folder, config)
+    summary = made.run(StopRequest())
+    state = state_of(made)
+    made.close()
+    return summary, state, (folder.parent / "log").read_text().replace("\n", " ")
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("12GiB", 12 * 2**30), ("512MiB", 2**29), (" .5 KiB", 512), ("40%", 400), ("1.5%", 15), ("100%", 1000)])
+def test_budgets_are_read(text, expected):
+    assert budget_bytes(text, 1000) == expected
+
+
+@pytest.mark.parametrize(("text", "total", "why"), [
+    ("12", 1000, "is written 12GiB"), ("0GiB", 1000, "is written"), ("-1GiB", 1000, "is written"),
+    ("12GB", 1000, "is written"), ("101%", 1000, "more than there is"), ("40%", None, "needs a CUDA device")])
+def test_what_is_no_budget_is_refused(text, total, why):
+    with pytest.raises(ValueError, match=why):
+        budget_bytes(text, total)
+
+
+def test_bytes_are_shown_for_people():
+    assert [shown(n) for n in (100, 2**20, 3 * 2**30)] == ["0.10 KiB", "1.00 MiB", "3.00 GiB"]
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("slots", [1, 3, None])
+def test_predicted_pools_of_a_decoder_are_within_five_percent(slots, granularity):
+    graphed = graphed_model(slots, granularity)
+    plan = plan_memory([graphed], arguments, [slots or 1], CAPACITIES)
+    graphed.build([arguments(0, capacity) for capacity in CAPACITIES], slots or 1)
+    assert graphed.failures == 0 and plan.kept == CAPACITIES and not plan.dropped
+    assert plan.pools == pytest.approx(graphed.stats.pool_bytes, rel=0.05)
+    assert (plan.banks[0].shared > 0) == (slots != 1)
+
+
+def test_a_run_says_what_its_graphs_take(tmp_path: Path) -> None:
+    summary, _, log = run(tmp_path / "run", tiny(True))
+    memory = summary["memory"]
+    assert memory["predicted_to_measured"] == pytest.approx(1, abs=0.05)
+    assert memory["measured_pool_bytes"] == summary["pool_bytes"] and memory["dropped"] == []
+    assert "graphs of 3 capacities up to 64x8 will take" in log
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["memory"] == memory
+
+
+def budget_for(*capacities: Capacity) -> str:
+    """A budget that just holds graphs of these capacities."""
+    total = plan_memory([graphed_model()], arguments, [1], capacities).banks[0].total
+    return f"{total / 1024 + 1}KiB"
+
+
+def test_a_budget_drops_the_largest_and_changes_no_number(tmp_path: Path) -> None:
+    whole, state, _ = run(tmp_path / "whole", tiny(True))
+    config = with_graph(tiny(True), memory_budget=budget_for(*CAPACITIES[:2]))
+    summary, other, log = run(tmp_path / "less", config)
+    assert summary["memory"]["dropped"] == ["64x8"] and "capacity 64x8 is dropped: its graphs need" in log
+    assert summary["fallbacks"][OVER_BUDGET] > 0 and summary["replayed"] > 0
+    assert summary["replayed"] + summary["fallbacks"][OVER_BUDGET] == whole["replayed"]
+    assert summary["pool_bytes"] < whole["pool_bytes"] and summary["captured"] < whole["captured"]
+    assert float(config.graph.memory_budget.removesuffix("KiB")) * 1024 >= summary["pool_bytes"]
+    assert [name for name in state if not torch.equal(state[name], other[name])] == []
+
+
+def test_a_budget_that_holds_nothing_trains_eagerly(tmp_path: Path) -> None:
+    _, state, _ = run(tmp_path / "whole", tiny(False))
+    summary, other, _ = run(tmp_path / "none", with_graph(tiny(True), memory_budget="1KiB"))
+    assert summary["memory"]["dropped"] == ["64x8", "32x4", "16x2"]
+    assert summary["captured"] == summary["replayed"] == 0 and summary["fallbacks"][OVER_BUDGET] > 0
+    assert [name for name in state if not torch.equal(state[name], other[name])] == []
+
+
+def test_another_rank_without_room_decides_for_all():
+    graphed, asked = graphed_model(), []
+
+    def agree(mine: bool) -> bool:
+        asked.append(mine)
+        return len(asked) > 1
+
+    plan = plan_memory([graphed], arguments, [1], CAPACITIES, budget=2**40, agree=agree)
+    assert plan.dropped == CAPACITIES[2:] and plan.kept == CAPACITIES[:2] and asked == [True, True]
+    assert any("another rank" in note for note in plan.notes)
+    assert graphed.claim(arguments(0, CAPACITIES[2]), {}) == OVER_BUDGET
+
+
+def test_no_room_for_one_microbatch_is_over_any_budget(monkeypatch):
+    trace = memory_trace.trace_memory
+
+    def no_room(graphed: Any, args: tuple[Any, ...]) -> Any:
+        if args[0].capacity == CAPACITIES[2]:
+            with memory_trace.explained():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return trace(graphed, args)
+
+    monkeypatch.setattr(memory_budget, "trace_memory", no_room)
+    plan = plan_memory([graphed_model()], arguments, [1], CAPACITIES, budget=2**40)
+    assert plan.dropped == CAPACITIES[2:] and plan.banks
+    unlimited = plan_memory([graphed_model()], arguments, [1], CAPACITIES)
+    assert not unlimited.dropped and not unlimited.banks and "not predicted" in unlimited.notes[0]
+
+
+def test_dropped_capacities_are_no_undeclared_ones():
+    kept = KeptCapacities([], {CAPACITIES[0]: OVER_BUDGET})
+    assert kept and not KeptCapacities([], {}) and list(KeptCapacities(CAPACITIES[::-1], {})) == list(CAPACITIES)
+    graphed = graphed_model()
+    graphed.capacities = kept
+    assert graphed.claim(arguments(0, CAPACITIES[0]), {}) == OVER_BUDGET
+    assert graphed.claim(arguments(0, Capacity(16, 1)), {}) == "capacity not declared"
+    assert graphed.claim(arguments(0, Capacity(16, 3)), {}) == "more documents than any capacity"
+
+
+def test_what_was_measured_chooses_buckets():
+    graphed = graphed_model()
+    traces = {capacity: memory_trace.trace_memory(graphed, arguments(0, capacity)) for capacity in CAPACITIES}
+    model = BankModel(traces, memory_trace.pool_model(graphed.backend))
+    request = BucketRequest(max_tokens=512, multiple=16, max_buckets=2, pool_bytes=model, graph_bytes=1,
+                            budget=model(Capacity(256, 8)) + 2)
+    plan = choose_buckets(LengthHistogram.of([20, 30, 50] * 40), request)
+    assert plan.capacities[-1].tokens == 256 and "of more than 256 tokens are dropped" in plan.notes[0]
+
+
+def test_options_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="is written 12GiB"):
+        with_graph(tiny(True), memory_budget="plenty")
+    assert disagreements(with_graph(tiny(True), memory_budget="2GiB"), "cpu") == []
+    assert "needs a CUDA device" in disagreements(with_graph(tiny(True), memory_budget="40%"), "cpu")[0]
+    assert disagreements(with_graph(tiny(True), memory_budget="40%"), "cuda") == []
+    assert "not there yet" in disagreements(with_graph(tiny(True), memory_budget="2GiB", granularity="step"), "cpu")[0]
