@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
-from packgraph.bench import pipeline_way, ways
+from packgraph.bench import pipeline_way
 from packgraph.bench.company import Company
 from packgraph.bench.compiled import CompiledStack, no_silent_eager
 from packgraph.bench.contest import Check, Contest, Sample, groups
@@ -22,8 +22,7 @@ from packgraph.bench.pipeline import PipelineOptions, measure_pipeline
 from packgraph.bench.pipeline_way import PipelineWay
 from packgraph.bench.rows import Rows, facts, figures
 from packgraph.bench.timing import Deadline, rounds_in_turn
-from packgraph.bench.ways import Way, make_way
-from packgraph.graphs.graphed import graph
+from packgraph.bench.ways import Graphed
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.links import make_links
 from packgraph.parallel.mesh import Layout, single_process
@@ -39,7 +38,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 def options(**changes: Any) -> PipelineOptions:
     usual: dict[str, Any] = {
         "model": "tiny", "layers": None, "tokens": (32,), "documents": 4, "ways": ("eager", "layer", "chunk", "step"),
-        "rounds": 2, "mean": 10.0, "sigma": 0.5, "seed": 0, "one_at_a_time": False, "ranks": 2, "chunks": 1,
+        "rounds": 2, "mean": 10.0, "sigma": 0.5, "seed": 0, "together": None, "ranks": 2, "chunks": 1,
         "microbatches": 3}
     return PipelineOptions(**(usual | changes))
 
@@ -47,12 +46,12 @@ def options(**changes: Any) -> PipelineOptions:
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
 def test_figures_are_ordered_and_within_the_values(values: list[float]) -> None:
     found = figures(values)
-    assert min(values) - 1e-4 <= found["p10"] <= found["median"] <= found["p90"] <= max(values) + 1e-4
+    assert min(values) - 1e-4 <= found["p10"] <= found["median"] <= found["p90"] <= found["p99"] <= max(values) + 1e-4
     assert found["n"] == len(values)
 
 
 def test_figures_of_known_values() -> None:
-    assert figures([3.0, 1.0, 2.0]) == {"median": 2.0, "p10": 1.2, "p90": 2.8, "n": 3}
+    assert figures([3.0, 1.0, 2.0]) == {"median": 2.0, "p10": 1.2, "p90": 2.8, "p99": 2.98, "n": 3}
 
 
 def test_every_way_begins_a_round_in_its_turn() -> None:
@@ -63,8 +62,12 @@ def test_every_way_begins_a_round_in_its_turn() -> None:
 
 
 def test_ways_are_grouped_with_the_first() -> None:
-    assert groups(["eager", "layer", "chunk"], False) == [["eager", "layer", "chunk"]]
-    assert groups(["eager", "layer", "chunk"], True) == [["eager", "layer"], ["eager", "chunk"]]
+    ways = ["eager", "layer", "chunk", "auto"]
+    assert groups(ways, None) == groups(ways, 9) == groups(ways, 4) == [ways]
+    assert groups(ways, 2) == [["eager", "layer"], ["eager", "chunk"], ["eager", "auto"]]
+    assert groups(ways, 3) == [["eager", "layer", "chunk"], ["eager", "auto"]] and groups(["eager"], 2) == [["eager"]]
+    with pytest.raises(ValueError, match="at least 2 at a time"):
+        groups(ways, 1)
 
 
 def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
@@ -125,7 +128,7 @@ def test_compiled_layers_share_one_graph_and_compute_what_the_model_does() -> No
 def test_bench_step_writes_a_row_for_every_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     words = ["bench", "step", *SMALL, "--ways", "eager", "reduce-overhead", "layer", "chunk", "--rounds", "3",
-             "--calls", "2", "--out", str(out), "--commit", "abc123", "--attention", "sdpa"]
+             "--calls", "2", "--out", str(out), "--commit", "abc123", "--attention", "sdpa", "--together", "3"]
     assert cli.main(words) == 0
     captured = capsys.readouterr()
     rows = rows_of(captured.out)
@@ -133,41 +136,27 @@ def test_bench_step_writes_a_row_for_every_way(capsys: pytest.CaptureFixture[str
     assert [row["way"] for row in rows] == ["eager", "reduce-overhead", "layer", "chunk"]
     for row in rows:
         assert row["benchmark"] == "step" and row["tokens"] == 32 and row["commit"] == "abc123"
-        assert row["attention"] == "sdpa (asked for)"
+        assert row["attention"] == "sdpa" and row["part"] == "model"
         assert set(row["versions"]) == {"python", "torch", "cuda", "packgraph"} and row["device"].startswith("cpu")
         if row["way"] == "reduce-overhead":
             assert "none on a CPU" in row["reason"] and row["figures"] == {}
             continue
         assert row["reason"] is None and row["loss_difference"] == row["gradient_difference"] == 0.0
-        assert row["figures"]["device_ms"]["n"] == 3 and row["ratio"] > 0 and 0 <= row["padding"] < 0.5
+        assert row["figures"]["device_ms"]["n"] == 6 and row["rounds"] == 3
+        assert row["ratio"] > 0 and 0 <= row["padding"] < 0.5 and row["mfu"] is None and row["gpu_busy"] is None
     assert rows[2]["capture_seconds"] > 0 and rows[3]["pool_bytes"] > 0
 
 
-def test_compiled_ways_compute_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "graph", lambda *args, compile, **options: graph(
-        *args, compile="aot_eager" if compile else False, **options))
-    model = FreshModel(shape("tiny", 2), device=CPU)
-    (batch,) = draw_batches(Capacity(32, 4), 1, 300, mean=10, sigma=0.5, seed=0)
-    expected = model(batch).detach()
-    for name in ("layer+compile", "chunk+compile"):
-        way = make_way(name, model, Capacity(32, 4))
-        losses = [way.run(batch) for _ in range(3)]
-        assert way.complaint() is None and way.facts()["compiled"] == 3
-        torch.testing.assert_close(torch.stack(losses), expected.expand(3))
-        way.close()
-    torch.compiler.reset()
-
-
 def test_a_way_that_fails_in_the_middle_keeps_its_row(capsys: pytest.CaptureFixture[str]) -> None:
-    run, calls = Way.run, []
+    run, calls = Graphed.run, []
 
-    def sometimes(self: Way, batch: Any) -> Any:
+    def sometimes(self: Graphed, batch: Any) -> Any:
         calls.append(self.name)
-        if self.name == "chunk" and calls.count("chunk") == 8:
+        if len(calls) == 8:
             raise RuntimeError("the device is\non fire")
         return run(self, batch)
 
-    with mock.patch.object(Way, "run", sometimes):
+    with mock.patch.object(Graphed, "run", sometimes):
         assert cli.main(["bench", "step", *SMALL, "--ways", "eager", "chunk", "--rounds", "4", "--calls", "1"]) == 0
     eager, chunk = rows_of(capsys.readouterr().out)
     assert eager["figures"]["device_ms"]["n"] == 4
@@ -183,6 +172,8 @@ def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     (["step", "--seconds", "-1"], "--seconds must be positive"),
     (["step", "--out", "/no/such/folder/x"], "does not exist"),
     (["step", "--ways", "eager", "eager"], "names a way twice"),
+    (["step", "--together", "1"], "--together must be at least 2"),
+    (["step", "--attention", "naive"], "invalid choice"),
     (["step", "--tokens", "0"], "expected a whole number of at least 1"),
     (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
     (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
@@ -199,7 +190,7 @@ def test_bench_without_a_name_explains(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_bench_pipeline_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "pipeline", *SMALL, "--ways", "eager", "chunk", "--rounds", "2", "--one-at-a-time"]
+    words = ["bench", "pipeline", *SMALL, "--ways", "eager", "chunk", "--rounds", "2", "--together", "2"]
     assert cli.main(words) == 0
     rows = rows_of(capsys.readouterr().out)
     assert [row["way"] for row in rows] == ["eager", "chunk"]

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import torch
 
-from packgraph.bench.models import SHAPES
+from packgraph.bench.attention import COLUMNS as ATTENTION_COLUMNS
+from packgraph.bench.attention import AttentionOptions, bench_attention, usual_backends
+from packgraph.bench.capture import CAPTURE_WAYS, CaptureOptions, bench_capture
+from packgraph.bench.capture import COLUMNS as CAPTURE_COLUMNS
+from packgraph.bench.distributions import DISTRIBUTIONS
+from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
+from packgraph.bench.memory import MemoryOptions, bench_memory
+from packgraph.bench.models import SHAPES, shape
+from packgraph.bench.padding import COLUMNS as PADDING_COLUMNS
+from packgraph.bench.padding import PaddingOptions, bench_padding
+from packgraph.bench.parts import PARTS
 from packgraph.bench.pipeline import COLUMNS as PIPELINE_COLUMNS
 from packgraph.bench.pipeline import PIPELINE_WAYS, PipelineOptions, bench_pipeline
 from packgraph.bench.rows import Rows, facts
@@ -21,13 +31,16 @@ from packgraph.train.config import ConfigError
 from packgraph.train.launch import choose_device
 
 FAILED = 1
+KILO = 1024
+CAPTURABLE = [name for name in BACKENDS if name != "naive"]
 
 INTRODUCTION = """Time the ways of running the same packed documents, side by side in one process.
 
-    packgraph bench step --model qwen3-0.6b --tokens 1024 4096
+    packgraph bench step --model qwen3-0.6b --part layers --tokens 1024 4096
     torchrun --nproc-per-node 4 -m packgraph.cli bench pipeline --model qwen3-8b --layers 16 --chunks 2
+    packgraph bench padding
 
-One JSON line per row goes to stdout (and to the end of FILE with --out), a table to stderr. A way that cannot run
+One JSON line per row goes to stdout (and to the end of FILE with --out), a table to stderr. What cannot be measured
 gets a row with the reason."""
 
 
@@ -38,48 +51,96 @@ def bench(words: Sequence[str]) -> int:
         asked = parser.parse_args(list(words) or ["--help"])
     except SystemExit as end:
         return int(end.code or 0)
-    if asked.benchmark == "step":
-        return _step(asked)
-    return _pipeline(asked)
+    return asked.run(asked)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="packgraph bench", description=INTRODUCTION, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     benchmarks = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True)
-    step = benchmarks.add_parser("step", help="forward and backward of one microbatch", allow_abbrev=False)
-    _common(step, STEP_WAYS, [1024, 2048, 4096], rounds=15)
-    step.add_argument("--calls", type=_count, default=4, metavar="N",
-                      help="microbatches in a row that are timed together (default: 4)")
-    pipeline = benchmarks.add_parser("pipeline", help="a whole step of a pipeline, under torchrun", allow_abbrev=False)
-    _common(pipeline, PIPELINE_WAYS, [1024], rounds=12)
+
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        found = benchmarks.add_parser(name, help=text, description=text, allow_abbrev=False)
+        found.add_argument("--seed", type=int, default=0, help="of the documents (default: 0)")
+        found.add_argument("--seconds", type=float, metavar="S", help="begin nothing further after this time")
+        found.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this file, too")
+        found.add_argument("--commit", help="what rows say about the commit, where there is no git checkout")
+        found.set_defaults(run=run)
+        return found
+
+    _step_options(add("step", "forward and backward of one microbatch", _step))
+    pipeline = add("pipeline", "a whole step of a pipeline, under torchrun", _pipeline)
+    _work_options(pipeline, [KILO], documents=64)
+    _contest_options(pipeline, PIPELINE_WAYS, rounds=12)
+    pipeline.add_argument("--attention", choices=["auto", *BACKENDS], default="auto",
+                          help="attention of every way (default: auto, the fastest that there is; rows say which)")
     pipeline.add_argument("--pp", type=_count, metavar="N", help="pipeline ranks (default: all processes)")
     pipeline.add_argument("--chunks", type=_count, default=1, metavar="N", help="chunks per rank (default: 1)")
     pipeline.add_argument("--microbatches", type=_count, default=8, metavar="N", help="in a step (default: 8)")
+    attention = add("attention", "the attention operation, by places for documents", _attention)
+    _work_options(attention, [KILO * size for size in (1, 2, 4, 8, 16)])
+    attention.add_argument("--ways", nargs="+", choices=CAPTURABLE, metavar="BACKEND",
+                           help="backends (default: all that have kernels for this device)")
+    attention.add_argument("--draws", type=_count, default=5, metavar="N", help="microbatches (default: 5)")
+    padding = add("padding", "places for tokens that stay empty in chosen buckets; needs no device", _padding)
+    padding.add_argument("--ways", nargs="+", choices=list(DISTRIBUTIONS), default=list(DISTRIBUTIONS),
+                         metavar="LENGTHS", help=f"families of lengths (default: {' '.join(DISTRIBUTIONS)})")
+    padding.add_argument("--tokens", type=_count, default=8 * KILO, metavar="T", help="of the largest bucket")
+    padding.add_argument("--buckets", type=_count, default=8, metavar="K", help="at most (default: 8)")
+    padding.add_argument("--documents", type=_count, default=20_000, metavar="N", help="of a draw (default: 20000)")
+    memory = add("memory", "bytes of a bank of buckets in one slot, against eager's peak", _memory)
+    capture = add("capture", "seconds of capturing a bank of buckets", _capture)
+    for parser_of_bank, banks in ((memory, [1, 4, 8]), (capture, [1, 8])):
+        _work_options(parser_of_bank, [8 * KILO], documents=64)
+        _part_option(parser_of_bank)
+        parser_of_bank.add_argument("--attention", choices=["auto", *CAPTURABLE], default="auto",
+                                    help="(default: auto)")
+        parser_of_bank.add_argument("--banks", type=_count, nargs="+", default=banks, metavar="K",
+                                    help=f"numbers of buckets (default: {' '.join(map(str, banks))})")
+    memory.add_argument("--compile", action="store_true", help="graphs of compiled code")
+    capture.add_argument("--ways", nargs="+", choices=CAPTURE_WAYS, default=list(CAPTURE_WAYS), metavar="WAY",
+                         help=f"(default: {' '.join(CAPTURE_WAYS)})")
     return parser
 
 
-def _common(parser: argparse.ArgumentParser, ways: Sequence[str], tokens: list[int], rounds: int) -> None:
+def _step_options(step: argparse.ArgumentParser) -> None:
+    _work_options(step, [KILO, 2 * KILO, 4 * KILO])
+    _part_option(step)
+    _contest_options(step, STEP_WAYS, rounds=15)
+    step.add_argument("--documents", type=_count, metavar="N",
+                      help="places for documents of ways that have one shape (default: the most that occur)")
+    step.add_argument("--calls", type=_count, default=4, metavar="N",
+                      help="microbatches in a row without a wait (default: 4)")
+    step.add_argument("--buckets", type=_count, default=8, metavar="K", help="of the ways auto, at most (default: 8)")
+    step.add_argument("--attention", choices=["own", *CAPTURABLE], default="own",
+                      help="attention of every way (default: own, what each way's own stack has; rows say which)")
+
+
+def _part_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", choices=PARTS, default="model",
+                        help="the whole model, or its layers alone, without embedding and head (default: model)")
+
+
+def _work_options(parser: argparse.ArgumentParser, tokens: list[int], documents: int | None = None) -> None:
     parser.add_argument("--model", choices=list(SHAPES), help="shape (default: qwen3-0.6b on CUDA, tiny on a CPU)")
     parser.add_argument("--layers", type=_count, metavar="N", help="another number of layers")
     parser.add_argument("--tokens", type=_count, nargs="+", metavar="T",
                         help=f"tokens of a microbatch (default: {' '.join(map(str, tokens))}; 128 on a CPU)")
-    parser.add_argument("--documents", type=_count, default=64, metavar="N", help="at most in one (default: 64)")
     parser.add_argument("--mean", type=float, default=1024.0, help="mean length of documents (default: 1024)")
     parser.add_argument("--sigma", type=float, default=1.5, help="of the lognormal distribution (default: 1.5)")
-    parser.add_argument("--attention", choices=["auto", *BACKENDS], default="auto",
-                        help="attention of every way (default: auto, the fastest that there is; rows say which)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.set_defaults(usual_tokens=tokens)
+    if documents is not None:
+        parser.add_argument("--documents", type=_count, default=documents, metavar="N",
+                            help=f"at most in one microbatch (default: {documents})")
+
+
+def _contest_options(parser: argparse.ArgumentParser, ways: Sequence[str], rounds: int) -> None:
     parser.add_argument("--ways", nargs="+", choices=ways, default=list(ways), metavar="WAY",
                         help=f"the first is what others are compared with (default: {' '.join(ways)})")
     parser.add_argument("--rounds", type=_count, default=rounds, metavar="N", help=f"(default: {rounds})")
-    parser.add_argument("--one-at-a-time", action="store_true",
-                        help="measure each way alone with the first one, and free it before the next: less memory")
-    parser.add_argument("--seconds", type=float, metavar="S", help="begin no further way or round after this time")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--seed", type=int, default=0, help="of the documents (default: 0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append the rows to this file, too")
-    parser.add_argument("--commit", help="what rows say about the commit, where there is no git checkout")
-    parser.set_defaults(usual_tokens=tokens)
+    parser.add_argument("--together", type=_count, metavar="N", help="measure so many ways side by side, the first "
+                        "always among them, and free them before the next: less memory (default: all)")
 
 
 def _count(text: str) -> int:
@@ -91,26 +152,20 @@ def _count(text: str) -> int:
 def _problems(asked: argparse.Namespace) -> list[str]:
     """What no parser sees."""
     found = []
-    if asked.mean <= 0 or asked.sigma < 0:
+    given = vars(asked)
+    if "mean" in given and (asked.mean <= 0 or asked.sigma < 0):
         found.append(f"--mean must be positive and --sigma not negative, got {asked.mean:g} and {asked.sigma:g}")
     if asked.seconds is not None and asked.seconds <= 0:
         found.append(f"--seconds must be positive, got {asked.seconds:g}")
-    if len(set(asked.ways)) < len(asked.ways):
+    if given.get("ways") and len(set(asked.ways)) < len(asked.ways):
         found.append(f"--ways names a way twice: {' '.join(asked.ways)}")
-    if asked.device not in ("auto", "cpu", "cuda"):
+    if given.get("together") == 1:
+        found.append("--together must be at least 2: every way is compared with the first one")
+    if given.get("device", "auto") not in ("auto", "cpu", "cuda"):
         found.append(f"--device must be auto, cpu or cuda, got {asked.device!r}")
     if asked.out is not None and not asked.out.resolve().parent.is_dir():
         found.append(f"--out: the folder {asked.out.resolve().parent} does not exist")
     return found
-
-
-def _shared(asked: argparse.Namespace, device: torch.device) -> dict[str, object]:
-    """Options that both benchmarks have."""
-    small = device.type == "cpu"
-    return {"model": asked.model or ("tiny" if small else "qwen3-0.6b"), "layers": asked.layers,
-            "tokens": tuple(asked.tokens or ([128] if small else asked.usual_tokens)), "documents": asked.documents,
-            "ways": tuple(asked.ways), "rounds": asked.rounds, "mean": asked.mean, "sigma": asked.sigma,
-            "seed": asked.seed, "one_at_a_time": asked.one_at_a_time, "attention": asked.attention}
 
 
 def _refuse(problems: list[str]) -> None:
@@ -118,12 +173,61 @@ def _refuse(problems: list[str]) -> None:
         raise ConfigError(problems)
 
 
+def _shared(asked: argparse.Namespace, device: torch.device, *names: str) -> dict[str, object]:
+    """Options of the work, and those called `names`."""
+    small = device.type == "cpu"
+    found = {"model": asked.model or ("tiny" if small else "qwen3-0.6b"), "mean": asked.mean, "sigma": asked.sigma,
+             "tokens": tuple(asked.tokens or ([128] if small else asked.usual_tokens)), "seed": asked.seed}
+    given = vars(asked)
+    return found | {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names}
+
+
 def _step(asked: argparse.Namespace) -> int:
     _refuse(_problems(asked))
     device = choose_device(asked.device)
     rows = Rows(facts(device, asked.commit), asked.out)
-    options = StepOptions(calls=asked.calls, **_shared(asked, device))  # type: ignore[arg-type]
+    options = StepOptions(**_shared(  # type: ignore[arg-type]
+        asked, device, "layers", "ways", "rounds", "calls", "part", "documents", "buckets", "attention", "together"))
     return _finish(rows, lambda: bench_step(options, device, rows, Deadline(asked.seconds)), "bench step", STEP_COLUMNS)
+
+
+def _attention(asked: argparse.Namespace) -> int:
+    _refuse(_problems(asked))
+    device = choose_device(asked.device)
+    rows = Rows(facts(device, asked.commit), asked.out)
+    shared = _shared(asked, device, "draws")
+    config = shape(str(shared["model"]))
+    options = AttentionOptions(ways=tuple(asked.ways or usual_backends(config, device)), **shared)  # type: ignore[arg-type]
+    return _finish(rows, lambda: bench_attention(options, device, rows, Deadline(asked.seconds)), "bench attention",
+                   ATTENTION_COLUMNS)
+
+
+def _padding(asked: argparse.Namespace) -> int:
+    _refuse(_problems(asked))
+    rows = Rows(facts(torch.device("cpu"), asked.commit), asked.out)
+    options = PaddingOptions(tuple(asked.ways), asked.tokens, asked.buckets, asked.documents, asked.seed)
+    return _finish(rows, lambda: bench_padding(options, rows, Deadline(asked.seconds)), "bench padding",
+                   PADDING_COLUMNS)
+
+
+def _memory(asked: argparse.Namespace) -> int:
+    _refuse(_problems(asked))
+    device = choose_device(asked.device)
+    rows = Rows(facts(device, asked.commit), asked.out)
+    options = MemoryOptions(**_shared(  # type: ignore[arg-type]
+        asked, device, "layers", "part", "documents", "banks", "compile", "attention"))
+    return _finish(rows, lambda: bench_memory(options, device, rows, Deadline(asked.seconds)), "bench memory",
+                   MEMORY_COLUMNS)
+
+
+def _capture(asked: argparse.Namespace) -> int:
+    _refuse(_problems(asked))
+    device = choose_device(asked.device)
+    rows = Rows(facts(device, asked.commit), asked.out)
+    options = CaptureOptions(**_shared(  # type: ignore[arg-type]
+        asked, device, "layers", "part", "documents", "banks", "ways", "attention"))
+    return _finish(rows, lambda: bench_capture(options, device, rows, Deadline(asked.seconds)), "bench capture",
+                   CAPTURE_COLUMNS)
 
 
 def _pipeline(asked: argparse.Namespace) -> int:
@@ -138,7 +242,8 @@ def _pipeline(asked: argparse.Namespace) -> int:
                  "fewer processes (torchrun --nproc-per-node), or use --device cpu"])
     device = torch.device("cuda", launch.local_rank) if device.type == "cuda" else device
     options = PipelineOptions(ranks=ranks, chunks=asked.chunks, microbatches=asked.microbatches,
-                              **_shared(asked, device))  # type: ignore[arg-type]
+                              **_shared(asked, device, "layers", "documents", "ways", "rounds",  # type: ignore[arg-type]
+                                        "together", "attention"))
     _refuse(options.problems())
     rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
     return _finish(rows, lambda: bench_pipeline(options, device, launch, rows, Deadline(asked.seconds)),

@@ -9,21 +9,26 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from packgraph.bench.rows import FAILURES, Row, figures, why
+from packgraph.bench.timing import Deadline
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed block. times: figure -> milliseconds of one call. tokens: real tokens of one call, on average."""
+    """One timed call (or the mean of a few). times: figure -> milliseconds. tokens: that are real.
+
+    flops: operations that the model asks for, where that is known.
+    """
 
     times: dict[str, float]
     tokens: float
+    flops: float = 0.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a way computed on the first microbatches: the loss, and the norm of all gradients."""
+    """What a way computed on the first microbatches: the loss (or what stands for it), the norm of all gradients."""
 
     loss: float
     gradient_norm: float
@@ -97,6 +102,16 @@ def _relative(mine: float, other: float) -> float:
     return difference if difference == difference and difference < 1e30 else 1e30
 
 
+def attempt_alone(work: Callable[[], Result], deadline: Deadline) -> tuple[Result | None, str | None]:
+    """(what `work` returns, None), or (None, why there is nothing): for what is not measured side by side."""
+    if deadline.passed():
+        return None, deadline.reason
+    try:
+        return work(), None
+    except FAILURES as error:
+        return None, why(error)
+
+
 def agreement(row: Row) -> str:
     """The verdict in a word, for the table."""
     if row["agrees"] is None:
@@ -106,8 +121,12 @@ def agreement(row: Row) -> str:
     return f"{row['loss_difference']:.0e}" if row["agrees"] else "DIFFERS"
 
 
-def groups(names: Sequence[str], one_at_a_time: bool) -> list[list[str]]:
-    """Which ways are measured side by side: all, or each one alone with the first (less memory, more time)."""
-    if not one_at_a_time or len(names) < 3:
-        return [list(names)]
-    return [[names[0], name] for name in names[1:]]
+def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
+    """Which ways are measured side by side: all, or `together` at a time, the first one always among them.
+
+    Fewer at a time need less memory and more time. Raises ValueError when fewer than two are to be compared.
+    """
+    if together is not None and together < 2:
+        raise ValueError(f"ways are compared with the first one: at least 2 at a time, not {together}")
+    first, others, size = names[0], list(names[1:]), (together or len(names) + 1) - 1
+    return [[first, *others[start : start + size]] for start in range(0, max(1, len(others)), size)]

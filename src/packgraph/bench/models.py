@@ -6,24 +6,27 @@ import zlib
 from collections.abc import Iterable
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.pack import pack
+from packgraph.packing.pack import pack_stream
 
 SHAPES = MappingProxyType({
     "tiny": DenseConfig(vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4,
                         num_kv_heads=2, head_dim=8, tie_embeddings=True),
     "qwen3-0.6b": DenseConfig(vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28,
                               num_heads=16, num_kv_heads=8, head_dim=128, tie_embeddings=True),
-    "4b-8layers": DenseConfig(vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_layers=8,
+    "qwen3-4b": DenseConfig(vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_layers=8,
                               num_heads=32, num_kv_heads=8, head_dim=128, tie_embeddings=True),
     "qwen3-8b": DenseConfig(vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36,
                             num_heads=32, num_kv_heads=8, head_dim=128),
 })
 LONGEST = 8192
+WINDOW = 256  # documents that wait to be packed, as in the trainer
 
 
 def shape(name: str, layers: int | None = None) -> DenseConfig:
@@ -41,35 +44,54 @@ class FreshModel(DenseModel):
 
     def reset_parameters(self, seed: int) -> None:
         """As DecoderStack does it, but not the same values on every kind of device."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() < 2:
-                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                    continue
-                generator = torch.Generator(parameter.device)
-                generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-                parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+        draw_parameters(self, seed)
+
+
+def draw_parameters(model: DecoderStack, seed: int) -> None:
+    """Give a decoder fresh values, drawn on its own device: the same for a name and a seed on that kind of device."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            generator = torch.Generator(parameter.device)
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            parameter.normal_(0.0, model.config.initializer_range, generator=generator)
+
+
+def draw_lengths(count: int, limit: int, *, mean: float, sigma: float, seed: int) -> list[int]:
+    """`count` lognormal lengths in tokens with that mean and sigma, from 2 to `limit` and LONGEST."""
+    generator = random.Random(seed)
+    drawn = (generator.lognormvariate(math.log(mean) - sigma**2 / 2, sigma) for _ in range(count))
+    return [max(2, min(limit, LONGEST, round(length))) for length in drawn]
 
 
 def draw_batches(capacity: Capacity, count: int, vocabulary: int, *, mean: float, sigma: float, seed: int
                  ) -> list[PackedBatch]:
-    """`count` packs on the host of documents with lognormal lengths (of that mean and sigma, at most LONGEST).
+    """`count` packs on the host of documents with lognormal lengths (see `draw_lengths`).
 
-    The same for the same arguments. Half as many documents again are drawn and packed by best fit; the fullest packs
-    are taken, in their order, so that what the end of a stream leaves over is not among them.
+    The same for the same arguments. Packed as the trainer packs its stream, WINDOW documents waiting, and taken from
+    its middle: at its beginning long documents go first, and what its end leaves over is hardly a pack.
     """
-    generator = random.Random(seed)
-    limit = min(LONGEST, capacity.bound)
-    documents: list[list[int]] = []
-    total = 0
-    while total < 1.5 * count * capacity.tokens or len(documents) < count:
-        length = round(generator.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))
-        length = max(2, min(limit, length))
-        documents.append([generator.randrange(vocabulary) for _ in range(length)])
-        total += length
-    packs = pack(documents, [capacity])
-    kept = sorted(sorted(range(len(packs)), key=lambda index: -packs[index].num_tokens)[:count])
-    return [packs[index] for index in kept]
+    average = sum(draw_lengths(4000, capacity.bound, mean=mean, sigma=sigma, seed=seed)) / 4000
+    in_packs = 2 * count * min(capacity.documents, 1 + capacity.tokens / average)
+    lengths = draw_lengths(3 * WINDOW + round(in_packs), capacity.bound, mean=mean, sigma=sigma, seed=seed)
+    generator = np.random.default_rng(seed)
+    documents = (generator.integers(vocabulary, size=length) for length in lengths)
+    packs: list[PackedBatch] = []
+    passed = 0
+    for pack in pack_stream(documents, [capacity], window=WINDOW):
+        packs += [pack] if passed >= 2 * WINDOW else []
+        passed += pack.num_documents
+        if len(packs) == count:
+            return packs
+    raise AssertionError(f"{len(lengths)} documents made only {len(packs)} of {count} packs")
+
+
+def refit(batch: PackedBatch, capacity: Capacity) -> PackedBatch:
+    """The same documents, on the host, in another shape. Raises ValueError when they do not fit."""
+    documents = batch.tokens[: batch.num_tokens].split(list(batch.lengths))
+    return PackedBatch.build(documents, capacity)
 
 
 def zero_gradients(modules: Iterable[torch.nn.Module]) -> None:

@@ -41,8 +41,7 @@ COLUMNS: list[Column] = [
     ("rounds", value("rounds")), ("bubble", value("bubble_share", ".1%")), ("idle", value("idle_share", ".1%")),
     ("slots", lambda row: " ".join(str(sum(counts)) for counts in row["slots"] or ()) or "-"),
     ("prepare s", value("prepare_seconds", ".1f")),
-    ("most pool GiB", gibibytes("pool_bytes")), ("most peak GiB", gibibytes("peak_bytes")), ("loss", agreement),
-    ("note", lambda row: row["reason"] or "")]
+    ("most pool GiB", gibibytes("pool_bytes")), ("most peak GiB", gibibytes("peak_bytes")), ("loss", agreement)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class PipelineOptions:
     mean: float
     sigma: float
     seed: int
-    one_at_a_time: bool
+    together: int | None
     ranks: int
     chunks: int
     microbatches: int
@@ -98,7 +97,7 @@ def measure_pipeline(options: PipelineOptions, device: torch.device, links: Link
     zero_gradients(modules)
     for tokens in options.tokens:
         bench = _PipelineBench(options, Capacity(tokens, options.documents), modules, links, company, deadline)
-        for number, names in enumerate(groups(options.ways, options.one_at_a_time)):
+        for number, names in enumerate(groups(options.ways, options.together)):
             bench.measure(names, names[1:] if number else names, rows)
             torch.compiler.reset()
             free_unused(device)

@@ -27,7 +27,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 
 def figures(values: Sequence[float]) -> dict[str, float]:
-    """Median, 10th and 90th percentile (interpolated) and number of `values`; there must be at least one."""
+    """Median, 10th, 90th and 99th percentile (interpolated) and number of `values`; there must be at least one."""
     ordered = sorted(values)
 
     def at(share: float) -> float:
@@ -35,7 +35,7 @@ def figures(values: Sequence[float]) -> dict[str, float]:
         low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
         return round(low + (high - low) * (place - math.floor(place)), 4)
 
-    return {"median": at(0.5), "p10": at(0.1), "p90": at(0.9), "n": len(ordered)}
+    return {"median": at(0.5), "p10": at(0.1), "p90": at(0.9), "p99": at(0.99), "n": len(ordered)}
 
 
 def why(error: BaseException) -> str:
@@ -85,26 +85,34 @@ class Rows:
                 file.write(line + "\n")
 
     def print_table(self, title: str, columns: Sequence[Column]) -> None:
-        """All rows so far as a table on stderr (stdout holds JSON only)."""
+        """All rows so far as a table on stderr (stdout holds JSON only), and under it why figures are missing."""
         if not self.write:
             return
         console = Console(file=sys.stderr, width=None if sys.stderr.isatty() else TABLE_WIDTH)
         table = Table(title=title, title_justify="left")
         for name, _ in columns:
-            table.add_column(name, justify="left" if name in ("way", "note") else "right", overflow="fold")
+            table.add_column(name, justify="left" if name == "way" else "right", no_wrap=name == "way", overflow="fold")
         for row in self.all:
             table.add_row(*(cell(row) for _, cell in columns))
         console.print(table)
+        for row in self.all:
+            if row["reason"] is not None:
+                console.print(f"{row['way']} at {row['tokens']} tokens: {row['reason']}", markup=False, highlight=False)
 
     @property
     def measured(self) -> bool:
-        """Whether any row has figures."""
-        return any(row["figures"] for row in self.all)
+        """Whether anything could be measured."""
+        return any(row["reason"] is None for row in self.all)
 
 
 def median(name: str, digits: int = 2) -> Callable[[Row], str]:
     """Cell with the median of a figure."""
-    return lambda row: f"{row['figures'][name]['median']:.{digits}f}" if name in row["figures"] else "-"
+    return quantile(name, "median", digits)
+
+
+def quantile(name: str, which: str, digits: int = 2) -> Callable[[Row], str]:
+    """Cell with a quantile of a figure: median, p10, p90 or p99."""
+    return lambda row: f"{row['figures'][name][which]:.{digits}f}" if name in row["figures"] else "-"
 
 
 def value(name: str, form: str = "") -> Callable[[Row], str]:

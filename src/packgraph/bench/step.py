@@ -1,72 +1,78 @@
 """`packgraph bench step`: forward and backward of one packed microbatch, by every way, at every number of tokens.
 
     block of a round    calls x (forward, backward), one after another as in gradient accumulation, then a wait
-    all ways            the same microbatches in the same order, taking turns round by round
+    all ways            the same documents in the same order, taking turns round by round; a new draw in every call
 
-Times are per call. Peak memory is what a way holds beyond parameters and gradients, which all ways share.
+Times are per call: on the device from the end of one call to the end of the next (for a block's first one from when the
+idle device was given it), on the host the mean of the block. Peak memory is what a way holds beyond parameters and
+gradients, which all ways share. gpu_busy is measured after all rounds, see bench/busy.py; mfu counts the operations
+that the model asks for, see bench/flops.py.
 """
-from dataclasses import dataclass, replace
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from packgraph.bench.compiled import no_silent_eager
+from packgraph.bench.bucket_choice import bucket_request, planned_buckets
+from packgraph.bench.busy import busy_share
 from packgraph.bench.contest import Check, Contest, Sample, agreement, groups
-from packgraph.bench.models import (
-    FreshModel,
-    draw_batches,
-    dtype_on,
-    shape,
-    squared_gradients,
-    zero_gradients,
-)
-from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
-from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, time_block
-from packgraph.bench.ways import Way, make_way
+from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
+from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared_gradients, zero_gradients
+from packgraph.bench.parts import Work, build_part
+from packgraph.bench.rows import FAILURES, Column, Row, Rows, gibibytes, median, quantile, value, why
+from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, time_block, time_calls
+from packgraph.bench.ways import Setting, Way, make_way, room_for_code
+from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
-from packgraph.packing.capacity import Capacity
 
-WARM_UP_CALLS = 4
-BLOCKS = 4  # different blocks of microbatches that the rounds go through
+LEAST_ROUNDS = 2  # of ways that are ready when the time is up
 
 COLUMNS: list[Column] = [
-    ("tokens", value("tokens")), ("way", value("way")), ("device ms", median("device_ms")),
-    ("host ms", median("host_ms")), ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)),
-    ("ratio", value("ratio", ".2f")), ("rounds", value("rounds")), ("prepare s", value("prepare_seconds", ".1f")),
-    ("capture s", value("capture_seconds", ".2f")), ("pool GiB", gibibytes("pool_bytes")),
-    ("peak GiB", gibibytes("peak_bytes")), ("padding", value("padding", ".1%")), ("loss", agreement),
-    ("note", lambda row: row["reason"] or "")]
+    ("tokens", value("tokens")), ("way", value("way")), ("attention", value("attention")),
+    ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)), ("p99", quantile("ms_per_1000_tokens", "p99", 3)),
+    ("ratio", value("ratio", ".2f")), ("device ms", median("device_ms")), ("host ms", median("host_ms")),
+    ("busy", value("gpu_busy", ".1%")), ("mfu", value("mfu", ".3f")), ("prepare s", value("prepare_seconds", ".1f")),
+    ("capture ms / layer", lambda row: "-" if row.get("capture_layer_seconds") is None
+        else f"{1000 * row['capture_layer_seconds']:.1f}"),
+    ("peak GiB", gibibytes("peak_bytes")), ("padding", value("padding", ".1%")), ("result", agreement)]
 
 
 @dataclass(frozen=True)
 class StepOptions:
     """What to measure. tokens: rows of the table. calls: microbatches in a block; mean, sigma: of document lengths.
 
-    attention: backend, or `auto` for the fastest that there is.
+    part: `model`, or its `layers` alone. documents: places in the capacity of ways that have one; None for the most
+    that occur. buckets: at most so many for `auto`. attention: `own`, or the backend of all ways. together: ways that
+    are measured side by side, None for all. compiler: of ways that compile.
     """
 
     model: str
     layers: int | None
     tokens: tuple[int, ...]
-    documents: int
     ways: tuple[str, ...]
     rounds: int
     calls: int
-    mean: float
-    sigma: float
-    seed: int
-    one_at_a_time: bool
-    attention: str = "auto"
+    mean: float = 1024.0
+    sigma: float = 1.5
+    seed: int = 0
+    part: str = "model"
+    documents: int | None = None
+    buckets: int = 8
+    attention: str = "own"
+    together: int | None = None
+    compiler: str = "inductor"
 
 
 def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline: Deadline) -> None:
     """Measure everything in `options`; one row per number of tokens and way."""
-    config = replace(shape(options.model, options.layers), attention_backend=options.attention)
-    model = FreshModel(config, device=device, dtype=dtype_on(device))
+    model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
     zero_gradients([model])
     for tokens in options.tokens:
-        bench = _StepBench(options, Capacity(tokens, options.documents), model, device, deadline)
-        for number, names in enumerate(groups(options.ways, options.one_at_a_time)):
-            contest = bench.measure(names)
+        bench = _StepBench(options, tokens, model, device, deadline)
+        for number, names in enumerate(groups(options.ways, options.together)):
+            with room_for_code():
+                contest = bench.measure(names)
             for name in names[1:] if number else names:
                 rows.add(bench.row(contest, name))
             torch.compiler.reset()
@@ -74,17 +80,23 @@ def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline:
 
 
 class _StepBench:
-    """All ways at one capacity."""
+    """All ways at one number of tokens."""
 
-    def __init__(self, options: StepOptions, capacity: Capacity, model: FreshModel, device: torch.device,
+    def __init__(self, options: StepOptions, tokens: int, model: DecoderStack, device: torch.device,
                  deadline: Deadline) -> None:
-        self.options, self.capacity, self.model = options, capacity, model
+        self.options, self.tokens, self.model = options, tokens, model
         self.device, self.deadline = device, deadline
-        batches = draw_batches(capacity, BLOCKS * options.calls, model.config.vocab_size, mean=options.mean,
-                               sigma=options.sigma, seed=options.seed)
-        self.real_tokens = sum(batch.num_tokens for batch in batches) / len(batches)
-        uploaded = [batch.to(device) for batch in batches]
-        self.blocks = [uploaded[start : start + options.calls] for start in range(0, len(uploaded), options.calls)]
+        config = model.config
+        attention = model.attention_choice().name if options.attention == "own" else options.attention
+        buckets = planned_buckets(bucket_request(config, tokens, options.buckets, attention), options.documents,
+                                  mean=options.mean, sigma=options.sigma, seed=options.seed)
+        self.draws = draw_batches(buckets[-1], options.rounds * options.calls, config.vocab_size,
+                                  mean=options.mean, sigma=options.sigma, seed=options.seed)
+        self.flops = [model_flops(config, batch.lengths, head=model.last) for batch in self.draws]
+        real = min(batch.num_tokens for batch in self.draws)
+        self.setting = Setting(Work(model, tokens, real), model, buckets[-1], buckets, options.attention,
+                               options.compiler)
+        self.batches: dict[str, list[PackedBatch]] = {}
 
     def measure(self, names: list[str]) -> Contest:
         """Prepare all ways, let them take turns, close them."""
@@ -97,36 +109,53 @@ class _StepBench:
             if name in contest.reasons:
                 self._close(contest, ways, name)
         runs = {name: lambda number, name=name: self._round(contest, ways[name], number) for name in ways}
-        rounds_in_turn(runs, self.options.rounds, self.deadline.passed)
+        begun = iter(range(self.options.rounds))
+        rounds_in_turn(runs, self.options.rounds,
+                       lambda: next(begun) >= min(LEAST_ROUNDS, self.options.rounds) and self.deadline.passed())
         for name in list(ways):
             contest.drop(name, ways[name].complaint())
-            if not contest.samples[name] and self.deadline.passed():
-                contest.drop(name, self.deadline.reason)
+            if name not in contest.reasons:
+                contest.extras[name] |= self._busy(ways[name])
+        for name in list(ways):
             self._close(contest, ways, name)
         return contest
 
     def row(self, contest: Contest, name: str) -> Row:
-        """The row of one way at this capacity."""
-        options, config = self.options, self.model.config
-        what = {"benchmark": "step", "way": name, "model": options.model, "layers": config.num_layers,
-                "dtype": str(dtype_on(self.device)).removeprefix("torch."), "tokens": self.capacity.tokens,
-                "documents": self.capacity.documents, "attention": str(self.model.attention_choice()),
-                "calls": options.calls, "mean": options.mean,
-                "sigma": options.sigma, "seed": options.seed, "real_tokens": round(self.real_tokens, 1),
-                "padding": round(1 - self.real_tokens / self.capacity.tokens, 5)}
-        return what | contest.row(name, "device_ms", 1e-2 if self.device.type == "cuda" else 1e-5)
+        """The row of one way at this number of tokens."""
+        options, batches = self.options, self.batches.get(name, self.draws)
+        places = sum(batch.capacity.tokens for batch in batches)
+        real = sum(batch.num_tokens for batch in batches)
+        choice = self.setting.attention_of(name)
+        what = {"benchmark": "step", "part": options.part, "way": name, "model": options.model,
+                "layers": self.model.config.num_layers, "dtype": str(dtype_on(self.device)).removeprefix("torch."),
+                "tokens": self.tokens, "documents": self.setting.capacity.documents,
+                "attention": self.model.attention_choice().name if choice == "auto" else choice,
+                "attention_asked": options.attention, "calls": options.calls, "mean": options.mean,
+                "sigma": options.sigma, "seed": options.seed, "real_tokens": round(real / len(batches), 1),
+                "documents_mean": round(statistics.mean(batch.num_documents for batch in batches), 2),
+                "padding": round(1 - real / places, 5)}
+        row = what | contest.row(name, "device_ms", 1e-2 if self.device.type == "cuda" else 1e-5)
+        samples = contest.samples[name] if row["reason"] is None else []
+        row["rounds"] = len(samples) // options.calls
+        row["mfu"] = round(statistics.median(
+            peak_share(sample.flops, sample.times["device_ms"]) for sample in samples), 5) if samples and \
+            self.device.type == "cuda" else None
+        return row | {"mfu_peak_tflops": PEAK_TFLOPS}
 
     def _prepare(self, contest: Contest, ways: dict[str, Way], name: str) -> None:
-        """Make a way, warm it up, check what it computes, measure its memory."""
+        """Make a way, capture, warm it up, check what it computes, measure its memory."""
         free_unused(self.device)
         before = held_bytes(self.device)
 
-        def first_calls() -> float:
-            ways[name] = make_way(name, self.model, self.capacity)
-            with no_silent_eager():
-                return time_block(self.device, lambda: [ways[name].run(batch) for batch in self._some()])[1]
+        def upload() -> None:
+            ways[name] = make_way(name, self.setting)
+            self.batches[name] = [refit(batch, ways[name].capacity(batch)).to(self.device) for batch in self.draws]
 
-        milliseconds = contest.attempt(name, first_calls)
+        def first_calls() -> float:
+            return time_block(self.device, lambda: ways[name].prepare(self.batches[name]))[0]
+
+        contest.attempt(name, upload)
+        milliseconds = None if name in contest.reasons else contest.attempt(name, first_calls)
         if milliseconds is None:
             return
         contest.extras[name] = {"prepare_seconds": round(milliseconds / 1000, 3)} | ways[name].facts()
@@ -134,35 +163,47 @@ class _StepBench:
         if check is not None:
             contest.checks[name] = check
             free_unused(self.device)
-            peak = contest.attempt(name, lambda: peak_bytes(self.device, lambda: ways[name].run(self.blocks[0][0])))
+            most = max(self.batches[name], key=lambda batch: (batch.capacity, batch.num_tokens))
+            peak = contest.attempt(name, lambda: peak_bytes(self.device, lambda: ways[name].run(most)))
             contest.extras[name]["peak_bytes"] = None if peak is None or before is None else peak - before
-
-    def _some(self) -> list[PackedBatch]:
-        """A few microbatches of several blocks."""
-        every = [batch for block in self.blocks for batch in block]
-        return [every[number % len(every)] for number in range(WARM_UP_CALLS)]
 
     def _check(self, way: Way) -> Check:
         zero_gradients([self.model])
-        loss = float(way.run(self.blocks[0][0]))
-        return Check(loss, squared_gradients([self.model]) ** 0.5)
+        score = self.setting.work.score(way.run(self.batches[way.name][0]))
+        return Check(score, squared_gradients([self.model]) ** 0.5)
 
     def _round(self, contest: Contest, way: Way, number: int) -> None:
         if way.name not in contest.reasons:
-            sample = contest.attempt(way.name, lambda: self._time(way, number))
-            if sample is not None:
-                contest.samples[way.name].append(sample)
+            contest.samples[way.name] += contest.attempt(way.name, lambda: self._time(way, number)) or []
 
-    def _time(self, way: Way, number: int) -> Sample:
-        block = self.blocks[number % len(self.blocks)]
+    def _block(self, number: int) -> slice:
+        """The microbatches of a round."""
+        return slice(number * self.options.calls, (number + 1) * self.options.calls)
+
+    def _time(self, way: Way, number: int) -> list[Sample]:
+        batches, flops = self.batches[way.name][self._block(number)], self.flops[self._block(number)]
         zero_gradients([self.model])
-        device_ms, host_ms = time_block(self.device, lambda: [way.run(batch) for batch in block])
-        calls = len(block)
-        return Sample({"device_ms": device_ms / calls, "host_ms": host_ms / calls},
-                      sum(batch.num_tokens for batch in block) / calls)
+        laps, host_ms = time_calls(self.device, lambda mark: _run(way, batches, mark))
+        return [Sample({"device_ms": lap, "host_ms": host_ms / len(batches)}, batch.num_tokens, work)
+                for lap, batch, work in zip(laps, batches, flops, strict=True)]
+
+    def _busy(self, way: Way) -> Row:
+        """Share of the time in which the device is at work, or why it is not known."""
+        try:
+            share = busy_share(self.device, lambda: _run(way, self.batches[way.name][self._block(0)], lambda: None))
+        except FAILURES as error:
+            return {"gpu_busy": None, "gpu_busy_reason": why(error)}
+        return {"gpu_busy": None if share is None else round(share, 4)}
 
     def _close(self, contest: Contest, ways: dict[str, Way], name: str) -> None:
         """Free a way; the ways after it find the memory of the device as this one found it."""
         if name in ways:
             contest.attempt(name, ways.pop(name).close)
         free_unused(self.device)
+
+
+def _run(way: Way, batches: list[PackedBatch], mark: Callable[[], None]) -> None:
+    with way.steady():
+        for batch in batches:
+            way.run(batch)
+            mark()

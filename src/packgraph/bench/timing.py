@@ -60,16 +60,28 @@ class Stopwatch:
         return [1000 * (b - a) for a, b in zip(self._times, self._times[1:])]
 
 
-def time_block(device: torch.device, run: Callable[[], object]) -> tuple[float, float]:
-    """(milliseconds on the device, milliseconds of the host) of `run`, on a device that was idle before."""
+def time_calls(device: torch.device, run: Callable[[Callable[[], None]], object]) -> tuple[list[float], float]:
+    """(milliseconds on the device of each call, milliseconds of the host for all), on a device that was idle before.
+
+    run: makes the calls, and calls what it is given after each of them.
+    """
     watch = Stopwatch(device)
     synchronize(device)
     begin = time.perf_counter()
     watch.mark()
-    run()
-    watch.mark()
+    run(watch.mark)
     host = 1000 * (time.perf_counter() - begin)
-    return watch.laps()[0], host
+    return watch.laps(), host
+
+
+def time_block(device: torch.device, run: Callable[[], object]) -> tuple[float, float]:
+    """(milliseconds on the device, milliseconds of the host) of `run`, on a device that was idle before."""
+    def once(mark: Callable[[], None]) -> None:
+        run()
+        mark()
+
+    laps, host = time_calls(device, once)
+    return laps[0], host
 
 
 def free_unused(device: torch.device) -> None:

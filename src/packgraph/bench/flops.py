@@ -1,0 +1,35 @@
+"""Floating point operations that a model asks for, from shapes alone: the numerator of its share of the peak.
+
+Counted are the matrix products of forward and backward for real tokens: padding, recomputation, norms, rotary and
+activation functions are none of the model's work. A weight matrix costs 2 operations per element and token in the
+forward and 4 in the backward (gradients of inputs and weights). Causal attention has L (L + 1) / 2 pairs in a document
+of L tokens; each costs 2 D for the score and 2 D for the value per query head, and twice that in the backward, as with
+any product, although the kernels compute scores again there.
+"""
+from collections.abc import Sequence
+
+from packgraph.models.config import DenseConfig
+
+PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192
+
+
+def layer_weights(config: DenseConfig) -> int:
+    """Elements of the weight matrices of one layer."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    return config.hidden_size * (config.head_dim * heads + 3 * config.intermediate_size)
+
+
+def model_flops(config: DenseConfig, lengths: Sequence[int], head: bool) -> int:
+    """Operations of forward and backward for one microbatch of documents of these lengths.
+
+    head: whether the head is run, too; the embedding is a lookup. Hidden states that come in have a gradient.
+    """
+    weights = config.num_layers * layer_weights(config) + (config.vocab_size * config.hidden_size if head else 0)
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    attention = config.num_layers * config.num_heads * 4 * config.head_dim * pairs
+    return 6 * weights * sum(lengths) + 3 * attention
+
+
+def peak_share(flops: float, milliseconds: float) -> float:
+    """Share of PEAK_TFLOPS that `flops` operations in this time are."""
+    return flops / (milliseconds * 1e-3) / (PEAK_TFLOPS * 1e12)

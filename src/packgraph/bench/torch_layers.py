@@ -1,0 +1,81 @@
+"""A decoder whose layers are modules of their own: what torch's tools for one module at a time are given.
+
+    state ─▶ embed ─▶ layer(hidden, rotary, attention) ─▶ ... ─▶ head          embed and head run as they are
+
+`torch.compile` of each layer (regional compilation) with torch's own dynamic shapes: the number of documents and the
+longest of them become symbols when they first change, so attention gets the documents as they are and nothing is
+compiled again; the number of tokens stays a constant.
+"""
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from packgraph.models.stack import DecoderStack
+from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.plan.stages import Stage, State, run_stages
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class Layer(nn.Module):
+    """A decoder layer as one function. Its stages run methods of the layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        # By name: a stage knows the number of its layer, which compiled code would take for a constant.
+        self.methods = [stage.run.__name__ for stage in layer.stages()]  # type: ignore[operator]
+
+    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionMetadata) -> Tensor:
+        """hidden: [T, H]; rotary, attention: as in the decoder's state. Returns [T, H]."""
+        state: State = {"hidden": hidden, "rotary": rotary, "attention": attention}
+        for method in self.methods:
+            state = getattr(self.layer, method)(state)
+        return state["hidden"]
+
+
+class LayerStack(nn.Module):
+    """Computes what `model` does, through `layers` in place of its own.
+
+    layers: for each layer a function (hidden, rotary, attention) -> hidden.
+    """
+
+    def __init__(self, model: DecoderStack, layers: Sequence[Callable[[Tensor, Rotary, AttentionMetadata], Tensor]]
+                 ) -> None:
+        super().__init__()
+        self.model, self.inner = model, list(layers)
+
+    def begin(self, *args: Any, **kwargs: Any) -> State:
+        return self.model.begin(*args, **kwargs)
+
+    def stages(self) -> Sequence[Stage]:
+        own = self.model.stages()
+        return [own[0], Stage("layers", 0, self.run_layers), *([own[-1]] if self.model.last else [])]
+
+    def end(self, state: State) -> Tensor:
+        return self.model.end(state)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As DecoderStack.forward."""
+        return run_stages(self, *args, **kwargs)
+
+    def run_layers(self, state: State) -> State:
+        """All layers: reads hidden, rotary and attention; replaces hidden."""
+        hidden = state["hidden"]
+        for layer in self.inner:
+            hidden = layer(hidden, state["rotary"], state["attention"])
+        return {**state, "hidden": hidden}
+
+
+def layers_of(model: DecoderStack) -> list[Layer]:
+    """Every layer of `model` as a module of its own, over the same parameters."""
+    return [Layer(layer) for layer in model.layers.values()]
+
+
+def compiled_layers(model: DecoderStack, backend: str | Callable[..., Any], dynamic: bool | None = None) -> list[Layer]:
+    """`layers_of`, each under torch.compile. dynamic: None lets shapes become symbols when they change."""
+    layers = layers_of(model)
+    for layer in layers:
+        layer.compile(backend=backend, dynamic=dynamic)
+    return layers

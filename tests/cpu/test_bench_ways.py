@@ -1,0 +1,292 @@
+"""Ways of the step benchmark: every one computes what the model does, and says so when it ran otherwise.
+
+What needs CUDA graphs is tested in its logic, with graphs that run the function again (and on GPUs in tests/gpu).
+"""
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from packgraph import cli
+from packgraph.bench import ways
+from packgraph.bench.compiled import no_silent_eager
+from packgraph.bench.graphed_callables import GraphedCallables
+from packgraph.bench.memory import _ratios
+from packgraph.bench.models import draw_batches, refit, shape, squared_gradients, zero_gradients
+from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.rows import Rows, facts
+from packgraph.bench.step import StepOptions, bench_step
+from packgraph.bench.timing import Deadline
+from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
+from packgraph.bench.ways import Compiled, Graphed, Recorded, Setting, Way, make_way
+from packgraph.bench.whole_graph import WholeGraph
+from packgraph.models.stack import DecoderStack
+from packgraph.ops import attention as attention_module
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+
+CPU = torch.device("cpu")
+ONE, BUCKETS = Capacity(32, 6), (Capacity(24, 2), Capacity(32, 3), Capacity(32, 6))
+SMALL = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--tokens", "32", "--documents", "4", "--mean", "10",
+         "--sigma", "0.5"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def make(part: str, count: int = 6) -> tuple[DecoderStack, list[PackedBatch], Setting]:
+    """A part of two layers, microbatches, and the setting of a contest."""
+    model = build_part(part, shape("tiny", 2), CPU, torch.float32)
+    zero_gradients([model])
+    draws = draw_batches(ONE, count, 300, mean=8, sigma=0.8, seed=0)
+    return model, draws, Setting(Work(model, 32, min(batch.num_tokens for batch in draws)), model, ONE, BUCKETS,
+                                 compiler="aot_eager")
+
+
+def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: Work) -> list[tuple[float, float]]:
+    """Score of the output and norm of the gradients for each microbatch, after the way got ready."""
+    batches = [refit(batch, way.capacity(batch)) for batch in draws]
+    way.prepare(batches)
+    found = []
+    for batch in batches:
+        zero_gradients([model])
+        with way.steady():
+            score = work.score(way.run(batch))
+        found.append((score, squared_gradients([model]) ** 0.5))
+    assert way.complaint() is None
+    return found
+
+
+@pytest.mark.parametrize("part", ["model", "layers"])
+@pytest.mark.parametrize("name", ["compile", "layer", "chunk", "auto", "chunk+compile", "auto+compile"])
+def test_ways_compute_what_eager_does(part: str, name: str) -> None:
+    model, draws, setting = make(part)
+    eager, way = make_way("eager", setting), make_way(name, setting)
+    expected = results(eager, model, draws, setting.work)
+    found = results(way, model, draws, setting.work)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
+    used = way.facts()
+    if isinstance(way, Graphed):
+        shapes = {way.capacity(batch) for batch in draws}
+        assert way.graphed.stats.replayed > len(draws) and used["capture_layer_seconds"] > 0
+        assert (len(shapes) > 1) == name.startswith("auto") and shapes <= set(way.capacities)
+        assert (used["compiled"] > 0) == name.endswith("+compile")
+    else:
+        assert used["shapes"] == "own" and used["capture_seconds"] is None
+    way.close()
+
+
+def run_again(run: Any) -> tuple[Any, Any]:
+    """In place of a graph: runs the function again, and puts its result where the first one was."""
+    out: Tensor = run().clone()
+    return out, lambda: out.copy_(run())
+
+
+@pytest.mark.parametrize("part", ["model", "layers"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphed_callables_hand_layers_nothing_but_tensors(part: str, compiled: bool) -> None:
+    model, draws, setting = make(part)
+    expected = results(make_way("eager", setting), model, draws, setting.work)
+    own = twin(model, "auto")
+    layers = compiled_layers(own, "aot_eager", dynamic=False) if compiled else layers_of(own)
+    made: list[Any] = []
+
+    def pretend(modules: tuple[Any, ...], samples: tuple[Any, ...]) -> tuple[Any, ...]:
+        made.extend(zip(modules, samples, strict=True))
+        assert all(isinstance(value, Tensor) for _, sample in made for value in sample)
+        assert all(sample[0].requires_grad and sample[1] is made[0][1][1] for _, sample in made), "tables are shared"
+        assert len({sample[0].data_ptr() for _, sample in made}) == len(modules), "hidden states are not"
+        return modules
+
+    work = setting.work.by(own)
+    way = Recorded("graphed-callables", work, ONE,
+                   lambda batch: GraphedCallables(own, layers, work.arguments(batch), pretend))
+    found = results(way, model, draws, setting.work)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert len(made) == 2 and way.facts()["capture_seconds"] >= 0
+    with pytest.raises(ValueError, match="these graphs are of"):
+        way.run(refit(draws[0], Capacity(40, 6)))
+
+
+@pytest.mark.parametrize("part", ["model", "layers"])
+def test_the_whole_graph_reads_static_inputs(part: str) -> None:
+    model, draws, setting = make(part)
+    expected = results(make_way("eager", setting), model, draws, setting.work)
+    padded = Capacity(32, 256)
+    way = Recorded("whole-padded", setting.work, padded, lambda batch: WholeGraph(setting.work, batch, run_again))
+    found = results(way, model, draws, setting.work)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    assert way.facts()["shapes"] == ["32x256"]
+    with pytest.raises(ValueError, match="this graph is of"):
+        way.run(draws[0])
+
+
+@pytest.mark.parametrize("name", ["reduce-overhead", "graphed-callables", "whole-padded+compile"])
+def test_ways_of_torch_graphs_say_what_they_need(name: str) -> None:
+    _, _, setting = make("layers", 1)
+    with pytest.raises(ValueError, match=r"makes CUDA graphs: there is none on a CPU"):
+        make_way(name, setting)
+
+
+def test_a_twin_shares_values_and_gradients_but_no_accumulators() -> None:
+    model, draws, setting = make("layers", 1)
+    other = twin(model, "sdpa")
+    assert other.config.attention_backend == "sdpa" and model.config.attention_backend == "auto"
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert mine is not its and mine.data_ptr() == its.data_ptr() and mine.grad is its.grad
+    make_way("eager", setting).run(draws[0])
+    assert squared_gradients([model]) == squared_gradients([other]) > 0
+    model.zero_grad()
+    with pytest.raises(ValueError, match="has no gradient that a twin could share"):
+        twin(model, "sdpa")
+
+
+def test_padding_rows_of_layers_bring_no_gradient() -> None:
+    """Negative control: with a gradient in padding the shape that documents run in would change the results."""
+    model, draws, setting = make("layers", 4)
+    way = make_way("eager", setting)
+    short = min(draws, key=lambda batch: batch.num_tokens)
+    if short.num_tokens == 32:
+        short = PackedBatch.build([[1] * 20], ONE)
+    batches = [refit(short, Capacity(tokens, 6)) for tokens in (short.num_tokens, 32)]
+    for real, equal in ((short.num_tokens, True), (32, False)):
+        work = Work(model, 32, real)
+        norms = []
+        for batch in batches:
+            zero_gradients([model])
+            torch.autograd.backward(model(*work.arguments(batch)), work.incoming(batch))
+            norms.append(squared_gradients([model]))
+        assert (abs(norms[0] - norms[1]) < 1e-4 * norms[0]) == equal
+    way.close()
+
+
+def test_own_attention_is_that_of_the_stack() -> None:
+    _, _, setting = make("layers", 1)
+    assert {name: setting.attention_of(name) for name in ways.STEP_WAYS} == dict.fromkeys(ways.STEP_WAYS, "auto")
+    with mock.patch.object(ways, "varlen_problems", return_value=[]):
+        own = {name: setting.attention_of(name) for name in ways.STEP_WAYS}
+    assert {name for name, backend in own.items() if backend == "auto"} == {
+        "layer", "chunk", "layer+compile", "chunk+compile", "auto", "auto+compile"}
+    assert set(own.values()) == {"auto", "varlen"}
+
+
+def read_shape(q: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float | None) -> Tensor:
+    """Attention that, like kernels for documents, uses their number and the longest of them as numbers."""
+    return q * (meta.cu_seqlens.shape[0] + meta.longest)
+
+
+def test_compiled_layers_take_documents_as_they_are() -> None:
+    """The number of documents and the longest of them become symbols: two pieces of code, whatever comes."""
+    model, draws, setting = make("layers", 8)
+    counter = CompileCounter()
+    stack = LayerStack(model, compiled_layers(model, counter))
+    way = Compiled("compile", setting.work.by(stack), (), stack)
+    with mock.patch.object(attention_module, "BACKENDS", {"sdpa": read_shape}), no_silent_eager():
+        batches = [refit(batch, way.capacity(batch)) for batch in draws]
+        assert len({(batch.capacity.documents, batch.capacity.longest) for batch in batches}) > 4
+        way.prepare(batches)
+        assert counter.frame_count == 2
+        with way.steady():
+            for batch in batches:
+                assert torch.equal(way.run(batch), model(*setting.work.arguments(batch)))
+        assert counter.frame_count == 2 and way.complaint() is None
+        with way.steady():
+            way.run(PackedBatch.build([[1] * 20], Capacity(24, 6)))
+    assert way.complaint() == "code was compiled 1 times while it was timed"
+
+
+def test_bench_step_of_layers_with_compiled_graphs_and_buckets() -> None:
+    options = StepOptions("tiny", 2, (32,), ("eager", "chunk+compile", "auto"), rounds=2, calls=2, mean=8.0, sigma=0.8,
+                          part="layers", buckets=3, compiler="aot_eager")
+    rows = Rows(facts(CPU, "abc123"), write=False)
+    bench_step(options, CPU, rows, Deadline(None))
+    for row in rows.all:
+        json.dumps(row)
+        assert row["reason"] is None and row["agrees"] and row["part"] == "layers" and row["rounds"] == 2
+    eager, compiled, auto = rows.all
+    assert eager["shapes"] == "own" and compiled["shapes"] == [f"32x{compiled['documents']}"]
+    assert 1 <= len(auto["shapes"]) <= 3 and auto["padding"] <= compiled["padding"]
+    assert auto["figures"]["ms_per_1000_tokens"]["p99"] >= auto["figures"]["ms_per_1000_tokens"]["median"] > 0
+
+
+def test_ways_that_are_ready_when_time_is_up_run_twice() -> None:
+    options = StepOptions("tiny", 2, (32,), ("eager",), rounds=5, calls=1, mean=8.0, sigma=0.8, documents=4)
+    rows, deadline = Rows(facts(CPU, "abc123"), write=False), Deadline(1000)
+    made: list[Way] = []
+    with mock.patch.object(Deadline, "passed", side_effect=lambda: bool(made)), mock.patch.object(
+            Way, "prepare", side_effect=made.append):
+        bench_step(options, CPU, rows, deadline)
+    assert rows.all[0]["rounds"] == 2 and rows.all[0]["reason"] is None
+
+
+@pytest.mark.parametrize(("words", "count"), [
+    (["attention", "--model", "tiny", "--tokens", "32", "--mean", "8", "--draws", "2"], 3),
+    (["memory", *SMALL, "--part", "layers", "--banks", "1", "2"], 3),
+    (["capture", *SMALL, "--banks", "1", "2", "--ways", "layer", "chunk"], 4)])
+def test_small_benchmarks_write_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], count: int
+                                     ) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert cli.main(["bench", *words, "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert captured.out == out.read_text() and len(rows) == count
+    assert all(row["benchmark"] == words[0] and row["reason"] is None for row in rows)
+    if words[0] == "attention":
+        assert [row["places"] for row in rows] == ["tight", "64", "256"] and rows[0]["forward_tax"] == 1.0
+        assert all(row["figures"]["backward_us"]["n"] == 2 and row["backward_tax"] >= 0 for row in rows)
+    elif words[0] == "memory":
+        assert [row["buckets"] for row in rows] == [0, 1, 2] and rows[0]["pool_bytes"] is None
+        assert rows[2]["pool_bytes"] <= rows[1]["pool_bytes"] * 1.1, "a bank is as large as its largest bucket"
+    else:
+        assert [row["buckets"] for row in rows] == [1, 2, 1, 2] and all(row["capture_seconds"] > 0 for row in rows)
+        assert all(row["prepare_seconds"] >= row["capture_seconds"] and row["compile_seconds"] == 0 for row in rows)
+
+
+def test_benchmarks_of_banks_stop_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("attention", "memory", "capture"):
+        words = SMALL if name != "attention" else ["--model", "tiny", "--tokens", "32", "--device", "cpu"]
+        assert cli.main(["bench", name, *words, "--seconds", "1e-9"]) == 1
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert rows and all("the limit of 1e-09 seconds" in row["reason"] for row in rows)
+
+
+def test_memory_is_compared_with_eager_where_both_are_known() -> None:
+    eager = {"peak_bytes": 100, "reserved_bytes": 200, "device_bytes": None}
+    bank = {"peak_bytes": 105, "reserved_bytes": 210, "device_bytes": 7}
+    assert _ratios(bank, eager) == {"peak_ratio": 1.05, "reserved_ratio": 1.05}
+    assert _ratios(bank, None) == _ratios(None, eager) == {}
+
+
+def test_room_for_code_ends_with_its_block() -> None:
+    before = torch._dynamo.config.recompile_limit
+    with ways.room_for_code():
+        assert torch._dynamo.config.recompile_limit > before
+        assert torch._dynamo.config.fail_on_recompile_limit_hit
+    assert torch._dynamo.config.recompile_limit == before
+
+
+def test_a_way_that_falls_back_complains() -> None:
+    _, draws, setting = make("layers", 2)
+    way = make_way("chunk", setting)
+    way.prepare([refit(batch, way.capacity(batch)) for batch in draws])
+    way.run(PackedBatch.build([[1] * 20], Capacity(24, 6)))
+    assert way.complaint() == "microbatches ran eagerly: {'capacity not declared': 1}"
+    way.close()
+
+
+def test_unknown_capacities_are_refused_by_ways_that_have_few() -> None:
+    _, draws, setting = make("layers", 1)
+    way = make_way("auto", setting)
+    with pytest.raises(ValueError, match="no capacity holds"):
+        way.capacity(PackedBatch.build([[1]] * 7, Capacity(32, 7)))
+    assert partial(way.capacity, draws[0])() in BUCKETS
