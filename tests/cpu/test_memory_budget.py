@@ -18,6 +18,8 @@ from packgraph.plan.length_histogram import LengthHistogram
 from packgraph.plan.memory import BankModel
 from packgraph.plan.memory_budget import budget_bytes, shown
 from packgraph.train import memory_budget
+from packgraph.train.auto_capacities import bucket_request
+from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.build import build_model
 from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
@@ -33,9 +35,9 @@ def arguments(chunk: int, capacity: Capacity) -> tuple[Any, ...]:
     return sample_batch(capacity), torch.ones((), dtype=torch.int64)
 
 
-def graphed_model(slots: int | None = 1, granularity: str = "layer") -> Any:
-    config = tiny(True)
-    return graph(build_model(config, CPU), capacities=CAPACITIES, warmup=0, slots=slots, granularity=granularity)
+def graphed_model(slots: int | None = 1, granularity: str = "layer", compile: bool | str = False) -> Any:
+    return graph(build_model(tiny(True), CPU), capacities=CAPACITIES, warmup=0, slots=slots, granularity=granularity,
+                 compile=compile)
 
 
 def run(folder: Path, config: TrainConfig) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
@@ -73,6 +75,15 @@ def test_predicted_pools_of_a_decoder_are_within_five_percent(slots, granularity
     assert graphed.failures == 0 and plan.kept == CAPACITIES and not plan.dropped
     assert plan.pools == pytest.approx(graphed.stats.pool_bytes, rel=0.05)
     assert (plan.banks[0].shared > 0) == (slots != 1)
+
+
+def test_graphs_that_hold_compiled_code_are_predicted_too():
+    graphed = graphed_model(compile="aot_eager")
+    plan = plan_memory([graphed], arguments, [1], CAPACITIES[:1])
+    compiled = graphed.stats.compiled
+    graphed.build([arguments(0, CAPACITIES[0])], 1)
+    assert graphed.failures == 0 and plan.pools == pytest.approx(graphed.stats.pool_bytes, rel=0.05)
+    assert graphed.stats.compiled == compiled > 0, "what the trace has run is what the graphs hold"
 
 
 def test_a_run_says_what_its_graphs_take(tmp_path: Path) -> None:
@@ -157,6 +168,15 @@ def test_what_was_measured_chooses_buckets():
                             budget=model(Capacity(256, 8)) + 2)
     plan = choose_buckets(LengthHistogram.of([20, 30, 50] * 40), request)
     assert plan.capacities[-1].tokens == 256 and "of more than 256 tokens are dropped" in plan.notes[0]
+
+
+def test_the_budget_of_graphs_limits_what_is_chosen():
+    chosen = with_graph(tiny(True), memory_budget="2GiB")
+    assert bucket_request(tiny(True)).budget is None and bucket_request(chosen).budget == 2 * 2**30
+    tighter = dataclasses.replace(chosen, buckets=BucketConfig(memory_gib=1.0))
+    assert bucket_request(tighter).budget == 2**30
+    share = with_graph(tiny(True), memory_budget="40%")
+    assert bucket_request(share).budget is None, "of a device that is not known"
 
 
 def test_options_that_do_not_fit_are_refused():

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.backend import Backend, Result
 from packgraph.graphs.build import VariantBuild
-from packgraph.graphs.capture import Observed, explained, undone
+from packgraph.graphs.capture import Observed, compiled_code, explained, undone
 from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.graphed import GraphedModule
@@ -31,6 +31,7 @@ from packgraph.graphs.guard import PLAIN_TENSORS, Journal, Watch, shapes_only
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, local_tensor
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import refusal
+from packgraph.graphs.signature import signature
 from packgraph.graphs.slot import Slot
 from packgraph.graphs.strides import contiguous_strides, own_strides
 from packgraph.graphs.wrapper import as_in_training
@@ -49,6 +50,9 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
     if refused is not None:
         raise CaptureError(refused.what, user_line(), refused.remedy)
     with as_in_training(graphed.module):
+        call = signature(args, {}, graphed.device)
+        if call is not None:
+            graphed._compile(call, args, {})  # first by itself, as before a capture
         return _trace(graphed._program, graphed._backend, graphed._observed, graphed.lends, args)
 
 
@@ -79,7 +83,8 @@ def _trace(program: Program, backend: Backend, observed: Observed, lends: bool, 
         traces.append(window.close())
 
     with explained(), undone(program.module, backend, effects) as journal, \
-            aliased_parameters(program.module) as aliases:
+            aliased_parameters(program.module) as aliases, \
+            compiled_code(program.compiler is not None, fixed=True):
         if backend.device_type == "cuda":
             backend.warm_up(work)  # on the stream of captures, whose workspaces then exist
         else:

@@ -26,6 +26,7 @@ from packgraph.train.config import ConfigError, load_file, read_config
 from packgraph.train.data.source import DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
+from packgraph.train.memory_budget import limit_of
 from packgraph.train.options import TrainConfig
 from packgraph.train.run_folder import CONFIG
 
@@ -78,7 +79,15 @@ def bucket_request(config: TrainConfig, *, batch: int | None = None, device: tor
         cost=decoder_cost(model, parallel.tp, FLASH4 if _attention(config, device) == "flash" else CostModel()),
         slots=slots, layers=layers, graph_bytes=graph_bytes(layers),
         pool_bytes=DecoderMemory(model, layers, 2 if config.run.dtype == "bfloat16" else 4, parallel.tp),
-        budget=None if buckets.memory_gib is None else int(buckets.memory_gib * GIBIBYTE))
+        budget=_budget(config, device))
+
+
+def _budget(config: TrainConfig, device: torch.device | None) -> int | None:
+    """Bytes that graphs may take: the tighter of both options. A share of a device that is not known limits nothing."""
+    known = config.graph.memory_budget is not None and (device is not None or "%" not in config.graph.memory_budget)
+    limit = limit_of(config.graph.memory_budget, device or torch.device("cpu")) if known else None
+    chosen = None if config.buckets.memory_gib is None else int(config.buckets.memory_gib * GIBIBYTE)
+    return min((budget for budget in (limit, chosen) if budget is not None), default=None)
 
 
 def _attention(config: TrainConfig, device: torch.device | None) -> str:
