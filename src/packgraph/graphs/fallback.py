@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 _BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=None)
 
@@ -53,7 +54,8 @@ class Stats:
     a parameter's storage was replaced). capture_seconds: time spent capturing. pool_bytes: memory that the pools of
     all slots hold now. compiled: pieces of code that torch.compile made, each a forward and its backward. recompiles:
     those of them that were made for stages that had code already: for other inputs (another bucket), or for other
-    constants. compile_seconds: time spent generating code.
+    constants. compile_seconds: time spent generating code. choices: by bucket, how it is run since graphs were timed
+    against eager (train/autotune.py), with the figures that say why; empty where nobody has timed them.
     """
 
     captured: int = 0
@@ -64,6 +66,7 @@ class Stats:
     compiled: int = 0
     recompiles: Counter[str] = field(default_factory=Counter)
     compile_seconds: float = 0.0
+    choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pool_bytes: Callable[[], int] = field(default=int, repr=False)
 
     @property

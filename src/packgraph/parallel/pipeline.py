@@ -159,10 +159,14 @@ class Pipeline:
 
     def close(self) -> None:
         """Free all graphs; to be called before the process groups go."""
-        if self._whole is not None:
-            self._whole.close()
+        self.free_whole_steps()
         for chunk in self.chunks:
             chunk.close()
+
+    def free_whole_steps(self) -> None:
+        """Free the graphs of whole steps, if there are any; the next step captures its own again."""
+        if self._whole is not None:
+            self._whole.close()
 
     def _agree(self, batches: Sequence[PackedBatch]) -> None:
         text = ",".join(str(batch.capacity) + str(batch.num_tokens) for batch in batches)

@@ -2,7 +2,7 @@
 
 Every rank that took part says how long the bucket's microbatches took it, both ways. The slowest rank decides, since
 all others wait for it. The invariant: the choice is a pure function of what all ranks said, so all of them choose
-alike; and replay stays unless it was slower by more than `MARGIN` and by more than the timings scatter.
+alike; and replay stays unless it was slower by more than `MARGIN` and by more than the medians are uncertain.
 """
 import math
 import statistics
@@ -17,6 +17,9 @@ WAYS: tuple[Way, ...] = (REPLAY, EAGER)
 
 SAMPLES = 5  # timings of each way before a choice is made; a median of five survives two that something disturbed
 FEWEST_SAMPLES = 3  # a rank with fewer of them has no vote
+MOST_SAMPLES = 15  # a rank with so many of them does not wait for the votes of others, to whom the bucket seldom comes
+# Standard error of the median of n normal samples, in median distances from it: sqrt(pi / 2) / 0.6745 / sqrt(n).
+ERROR = 1.858
 MARGIN = 0.01  # of eager's time: replay may be slower by that much before graphs are given up
 
 
@@ -38,6 +41,11 @@ class Timing:
             return Timing()
         median = statistics.median(milliseconds)
         return Timing(median, statistics.median(abs(one - median) for one in milliseconds), len(milliseconds))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the median, estimated from the spread."""
+        return ERROR * self.spread / math.sqrt(self.samples) if self.samples else math.nan
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,20 @@ class Choice:
         return other.median / chosen.median if chosen.median > 0 else math.nan
 
 
-def choose(votes: Iterable[Vote]) -> Choice | None:
-    """How to run a bucket from here on; None when no rank has timed both ways often enough."""
+def choose(votes: Iterable[Vote], *, last: bool = True) -> Choice | None:
+    """How to run a bucket from here on; None when no rank has timed both ways often enough.
+
+    last: whether there will be no more timings; if there may be, None is also for replay that seems to be slower, but
+    not beyond doubt.
+    """
     counted = [vote for vote in votes if vote.counts]
     if not counted:
         return None
     eager = max((vote.eager for vote in counted), key=lambda timing: timing.median)
     replay = max((vote.replay for vote in counted), key=lambda timing: timing.median)
-    noise = max(eager.spread, replay.spread)
-    loses = replay.median - eager.median > max(MARGIN * eager.median, noise)
-    return Choice(EAGER if loses else REPLAY, eager, replay)
+    lost = replay.median - eager.median
+    if lost <= MARGIN * eager.median:
+        return Choice(REPLAY, eager, replay)
+    if lost > math.hypot(eager.error, replay.error):
+        return Choice(EAGER, eager, replay)
+    return Choice(REPLAY, eager, replay) if last else None

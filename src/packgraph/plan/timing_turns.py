@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from packgraph.plan.choice import EAGER, REPLAY, SAMPLES, WAYS, Way
+from packgraph.plan.choice import EAGER, FEWEST_SAMPLES, MOST_SAMPLES, REPLAY, SAMPLES, WAYS, Way
 
 Bucket = Hashable
 Known = TypeVar("Known", bound=Bucket)
@@ -25,7 +25,12 @@ Shares = Sequence[Sequence[Bucket]]  # of a step: for each replica the buckets o
 
 @dataclass(frozen=True)
 class Turns:
-    """How often each bucket was timed. counts: (replica, bucket, way) -> times. last: the way of the last turn."""
+    """How often each bucket was timed, by `replicas` replicas.
+
+    counts: (replica, bucket, way) -> times. last: the way of the last turn.
+    """
+
+    replicas: int
 
     counts: Mapping[tuple[int, Bucket, Way], int] = field(default_factory=dict)
     last: Way = EAGER
@@ -33,7 +38,7 @@ class Turns:
     def next_way(self, shares: Shares, open_buckets: Iterable[Bucket]) -> Way | None:
         """How to run a step; None where no bucket in it is left to time. open_buckets: those without a choice."""
         present = {bucket for share in shares for bucket in share} & set(open_buckets)
-        lacking = {way: sum(max(0, SAMPLES - self._most(bucket, way)) for bucket in present) for way in WAYS}
+        lacking = {way: sum(self._missing(bucket, way) for bucket in present) for way in WAYS}
         if not any(lacking.values()):
             return None
         if lacking[REPLAY] == lacking[EAGER]:
@@ -45,16 +50,20 @@ class Turns:
         counts = Counter(self.counts)
         for replica, share in enumerate(shares):
             counts.update((replica, bucket, way) for bucket in share)
-        return Turns(counts, way)
+        return Turns(self.replicas, counts, way)
 
     def ripe(self, open_buckets: Iterable[Known]) -> list[Known]:
         """The buckets that were timed often enough both ways, in the order given."""
-        return [bucket for bucket in open_buckets if all(self._most(bucket, way) >= SAMPLES for way in WAYS)]
+        return [bucket for bucket in open_buckets if not any(self._missing(bucket, way) for way in WAYS)]
 
     def without(self, bucket: Bucket) -> "Turns":
         """The turns as if `bucket` had not been timed yet."""
-        return Turns({key: count for key, count in self.counts.items() if key[1] != bucket}, self.last)
+        counts = {key: count for key, count in self.counts.items() if key[1] != bucket}
+        return Turns(self.replicas, counts, self.last)
 
-    def _most(self, bucket: Bucket, way: Way) -> int:
-        """How often the replica that has done so most has timed `bucket` in this way."""
-        return max((count for (_, *timed), count in self.counts.items() if timed == [bucket, way]), default=0)
+    def _missing(self, bucket: Bucket, way: Way) -> int:
+        """How many timings are missing: some replica needs all, and every replica enough to have a vote."""
+        counts = [self.counts.get((replica, bucket, way), 0) for replica in range(self.replicas)]
+        if max(counts) >= MOST_SAMPLES:
+            return 0
+        return max(0, SAMPLES - max(counts), FEWEST_SAMPLES - min(counts))

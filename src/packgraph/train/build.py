@@ -11,6 +11,7 @@ from packgraph.models.chunks import ModelChunks
 from packgraph.models.dense import DenseModel
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
+from packgraph.train.autotune import Autotune
 from packgraph.train.executor import Executor
 from packgraph.train.options import TrainConfig
 from packgraph.train.stage_executor import StageExecutor
@@ -37,6 +38,13 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
 def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
     """What runs the steps of `model`: a loop, one graph of a whole step and its update, or this rank's part of a
     pipeline (of one rank for graphs of whole steps without the update)."""
+    executor = _make_executor(model, config, device, mesh)
+    if config.graph.enabled and config.graph.is_autotuned(device.type):
+        executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor)
+    return executor
+
+
+def _make_executor(model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
     if config.graph.enabled and config.graph.optimizer:
         return StepExecutor(model.chunks[0], config.graph, device)
     if mesh.size("pp") == 1 and config.graph.granularity != "step":

@@ -4,8 +4,9 @@ The first optimizer steps are real and eager. Then one sample microbatch per dec
 graphs are captured at once, largest first, so that memory is the maximum over capacities and no step of training
 pays for capture.
 """
+import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
+from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.train.autotune import Autotune
 from packgraph.train.memory_budget import Arguments, MemoryPlan, agreement, limit_of, plan_memory
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig
@@ -33,7 +36,12 @@ class Counts:
 
 
 class Executor:
-    """Runs microbatches of one model. `close` frees the graphs."""
+    """Runs microbatches of one model. `close` frees the graphs.
+
+    autotune: times graphs against eager and says which of them runs; None = graphs always.
+    """
+
+    autotune: Autotune | None = None
 
     memory: MemoryPlan | None = None  # what graphs take, by a prediction; known when warm-up is over
     _measured = 0
@@ -71,9 +79,11 @@ class Executor:
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         with graphed.steady():
             for batch in batches[:-1]:
-                total += forward_backward(graphed, batch.to(self._device), tokens_in_step)
+                with self._way_of(batch):
+                    total += forward_backward(graphed, batch.to(self._device), tokens_in_step)
             for batch in batches[-1:]:
-                total += forward_backward(graphed, batch.to(self._device), tokens_in_step, before=before_last)
+                with self._way_of(batch):
+                    total += forward_backward(graphed, batch.to(self._device), tokens_in_step, before=before_last)
         return total
 
     def train_step(self, batches: Sequence[PackedBatch], loss_tokens: int, optimizer: Optimizer, learning_rate: float
@@ -112,6 +122,53 @@ class Executor:
         """Note what the pools take right after the capture; graphs may be given up later."""
         self._measured = sum(graphed.stats.pool_bytes for graphed in self._graphed)
 
+    def tune(self, batches: Sequence[PackedBatch], note: Callable[[str], None]) -> bool:
+        """After `before_step`: decide which way each microbatch of the step runs; whether the step is timed for that.
+
+        batches: all packs of the step, those of other replicas too; see `Autotune.begin`.
+        """
+        return self._warm and self.autotune is not None and self.autotune.begin(batches, note)
+
+    def _way_of(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
+        if self.autotune is None or self.autotune.whole_steps:
+            return contextlib.nullcontext()
+        return self.autotune.microbatch(batch)
+
+    def _way_of_step(self, batches: Sequence[PackedBatch]) -> contextlib.AbstractContextManager[None]:
+        if self.autotune is None or not self._warm:
+            return contextlib.nullcontext()
+        return self.autotune.step(batches)
+
+    def bank(self) -> list[Capacity]:
+        """The shapes that graphs are captured for."""
+        return [capacity for capacity in self._options.captured_capacities()
+                if all(capacity in graphed.capacities for graphed in self._graphed)]
+
+    def tell_choices(self, choices: dict[str, dict[str, Any]]) -> None:
+        """Put what was chosen between graphs and eager into the stats."""
+        for graphed in self._graphed:
+            graphed.stats.choices.update(choices)
+
+    def changes(self) -> tuple[int, int]:
+        """Captures, and microbatches that ran eagerly, so far."""
+        fallbacks = sum(sum(graphed.stats.fallbacks.values()) for graphed in self._graphed)
+        return self.totals()["captured"], fallbacks
+
+    def pool_bytes(self) -> int:
+        """Bytes that all pools hold."""
+        whole = self.step_stats()
+        return sum(graphed.stats.pool_bytes for graphed in self._graphed) + (whole.pool_bytes if whole else 0)
+
+    def free_graphs(self, bucket: Capacity | None) -> None:
+        """Give up the graphs of `bucket`, None = all; nothing may be under way. Its microbatches must run eagerly."""
+        if bucket is None:
+            for graphed in self._graphed:
+                forget_all(graphed)
+            return
+        arguments = sample_batch(bucket).to(self._device), torch.ones((), dtype=torch.int64, device=self._device)
+        for graphed in self._graphed:
+            forget(graphed, arguments)
+
     def counts(self) -> Counts:
         """Microbatches since the start of this process."""
         totals = self.totals()
@@ -136,10 +193,10 @@ class Executor:
 
     def summary(self) -> dict[str, Any]:
         """What summary.json says about graphs; counts and bytes are those of this process."""
-        every = [graphed.stats for graphed in self._graphed] + [stats for stats in [self.step_stats()] if stats]
-        pool = {"pool_bytes": sum(stats.pool_bytes for stats in every)} if every else {}
+        pool = {"pool_bytes": self.pool_bytes()} if self._graphed else {}
+        tuned = {} if self.autotune is None else self.autotune.summary()
         memory = {} if self.memory is None else {"memory": self.memory.summary(self._measured)}
-        return {"backend": self.backend, **self.totals(), **pool, **memory}
+        return {"backend": self.backend, **self.totals(), **pool, **memory, **tuned}
 
     @property
     def backend(self) -> str:

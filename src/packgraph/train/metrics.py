@@ -142,7 +142,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[st
 
     loss_first and loss_last are means over the first and last `loss_window` steps: `window`, or a quarter of the run
     if that is less (at least one). A resumed run keeps the loss_first of its earlier summary.
-    tokens_per_second leaves out a run's first step and the one that captured.
+    tokens_per_second leaves out a run's first step, the one that captured and those timed for a choice.
     """
     if not rows:
         return {"steps": 0, "tokens": 0}

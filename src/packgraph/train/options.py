@@ -79,6 +79,8 @@ class GraphConfig:
     optimizer: with granularity step, the update of the weights is part of the graph too.
     capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas; auto = chosen from
         the lengths of the documents, see the section buckets.
+    autotune: time the first steps after the capture both ways and let each bucket run eagerly where that is faster;
+        auto = on CUDA only.
     memory_budget: memory that graphs may take on one device, as 12GiB, 512MiB or 40%; capacities that would need more
         are not captured, largest first, and run eagerly. none = no limit.
     max_documents: largest number of documents in a captured microbatch (50 when given without a value); packs with
@@ -93,6 +95,7 @@ class GraphConfig:
     scope: tuple[str, ...] | None = None
     granularity: Literal["layer", "chunk", "step"] = "layer"
     optimizer: bool = False
+    autotune: bool | Literal["auto"] = "auto"
     capacities: tuple[Capacity, ...] | Literal["auto"] = (Capacity(1024, 32),)
     memory_budget: str | None = None
     max_documents: int | None = field(default=None, metadata={"bare": str(DEFAULT_DOCUMENTS_CAP)})
@@ -107,6 +110,10 @@ class GraphConfig:
         })
         if self.memory_budget is not None:
             budget_bytes(self.memory_budget, total=1)
+
+    def is_autotuned(self, device_type: str) -> bool:
+        """Whether graphs are timed against eager on a device of this type (`cpu` or `cuda`)."""
+        return device_type == "cuda" if self.autotune == "auto" else self.autotune
 
     def captured_capacities(self) -> list[Capacity]:
         """The shapes graphs are captured for, smallest first: the capacities with the documents cap put in."""

@@ -63,7 +63,7 @@ class StageExecutor(Executor):
             before_last(output, self._parameters[chunk])
 
         uploaded = [batch.to(self._device) for batch in batches]
-        with self._bypass():
+        with self._bypass(), self._way_of_step(batches):
             return self._pipeline.step(uploaded, tokens_in_step, None if before_last is None else settle)
 
     def _bypass(self) -> contextlib.AbstractContextManager[None]:
@@ -84,6 +84,11 @@ class StageExecutor(Executor):
         self._pipeline.build([sample_batch(capacity).to(self._device) for capacity in capacities], self._slots)
         self._measure()
         return True
+
+    def free_graphs(self, bucket: Capacity | None) -> None:
+        """As Executor's."""
+        super().free_graphs(bucket)
+        self._pipeline.free_whole_steps()
 
     def step_stats(self) -> Stats | None:
         """What graphs of whole steps have done, None where there are none."""

@@ -20,6 +20,7 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.signature import undeclared
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig
@@ -49,15 +50,28 @@ class StepExecutor(Executor):
             return super().train_step(batches, loss_tokens, optimizer, learning_rate)
         if self._whole is None:
             self._whole = self._graphed_step(optimizer)
+        with self._way_of_step(batches):
+            if fallback.bypass_reason() is not None:
+                return super().train_step(batches, loss_tokens, optimizer, learning_rate)
+            return self._by_graphs(self._whole, batches, loss_tokens, optimizer, learning_rate)
+
+    def _by_graphs(self, whole: GraphedStep, batches: Sequence[PackedBatch], loss_tokens: int, optimizer: Optimizer,
+                   learning_rate: float) -> tuple[Tensor, Tensor]:
         tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
         uploaded = [batch.to(self._device) for batch in batches]
-        reason = self._reason_against(self._whole, tokens_in_step, uploaded)
+        reason = self._reason_against(whole, tokens_in_step, uploaded)
         if reason is not None:
-            self._whole.stats.fallbacks[reason] += 1
+            whole.stats.fallbacks[reason] += 1
             return super().train_step(batches, loss_tokens, optimizer, learning_rate)
         optimizer.set_learning_rate(learning_rate)
-        loss, norm = self._whole(tokens_in_step, *uploaded).unbind()
+        loss, norm = whole(tokens_in_step, *uploaded).unbind()
         return loss, norm
+
+    def free_graphs(self, bucket: Capacity | None) -> None:
+        """As Executor's."""
+        super().free_graphs(bucket)
+        if self._whole is not None:
+            self._whole.close()
 
     def step_stats(self) -> Stats | None:
         """What graphs of whole steps have done, None before the first."""

@@ -219,6 +219,7 @@ class Trainer:
         captured = self.executor.before_step(self.step - self._resumed_at)
         for told in self.executor.memory.notes if captured and self.executor.memory is not None else ():
             self.view.note(told)
+        timed = self.executor.tune(batches, self.view.note)
         share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
         learning_rate = self._learning_rate()
         loss, norm = self.executor.train_step(share, count_loss_tokens(batches), self.optimizer, learning_rate)
@@ -229,7 +230,7 @@ class Trainer:
             step=self.step, learning_rate=learning_rate, microbatches=len(batches),
             tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
             replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
-            starting=captured or self.step == self._resumed_at + 1)
+            starting=captured or timed or self.step == self._resumed_at + 1)
         self._packs_since += len(batches)
         self._fetch.push(record, self._numbers(loss, norm, stop))
         return True

@@ -1,0 +1,23 @@
+"""Giving up graphs between steps: what is known to run eagerly from now on needs none.
+
+The memory of a pool belongs to all graphs in it, so it is free only when the slot's last variant is gone.
+"""
+from typing import Any
+
+from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.signature import signature
+
+
+def forget(graphed: GraphedModule, args: tuple[Any, ...]) -> int:
+    """Free the graphs of calls like `args` in all slots; how many variants there were.
+
+    The device must have ended what it was given, and no microbatch may be in flight. A later call captures again.
+    Raises RuntimeError when a slot is in flight.
+    """
+    call = signature(args, {}, graphed.device)
+    return 0 if call is None else graphed._slots.drop(call.key)
+
+
+def forget_all(graphed: GraphedModule) -> int:
+    """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager calls."""
+    return graphed._slots.clear()
