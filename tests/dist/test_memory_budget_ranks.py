@@ -8,6 +8,7 @@ from distkit import run_ranks
 from trainkit import tiny, trainer
 
 from packgraph.graphs.kept import OVER_BUDGET
+from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
@@ -27,7 +28,7 @@ def go(mesh, folder, settings):
     run = trainer(Path(folder), settings, mesh=mesh)
     try:
         run.run(StopRequest())
-        parameters = {name: value.detach().clone() for name, value in run.model.named_parameters()}
+        parameters = {name: local_tensor(value.detach()).clone() for name, value in run.model.named_parameters()}
         plan = run.executor.memory
         total = sum(bank.total for bank in plan.banks) if plan is not None else 0
         return parameters, run.executor.summary().get("memory"), run.executor.totals(), total
@@ -48,3 +49,12 @@ def test_one_stage_without_room_drops_a_capacity_on_all(tmp_path):
         assert memory["dropped"] == ["64x8"] and total <= sum(totals) / 2
         assert counts["fallbacks"][OVER_BUDGET] > 0 and counts["replayed"] > 0
         assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_parts_of_a_tensor_parallel_model_are_predicted(tmp_path):
+    settings = config()
+    model = dataclasses.replace(settings.model, num_kv_heads=2)
+    settings = dataclasses.replace(settings, model=model, parallel=ParallelConfig(dp=1, tp=2))
+    for _, memory, counts, _ in run_ranks(go, 2, str(tmp_path / "tp"), settings, layout=Layout(dp=1, tp=2),
+                                          seconds=120.0):
+        assert counts["replayed"] > 0 and memory["predicted_to_measured"] == pytest.approx(1, abs=0.05)
