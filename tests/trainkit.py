@@ -71,7 +71,7 @@ def tiny(graph: bool = False, **run: Any) -> TrainConfig:
         model=DenseConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
                           num_kv_heads=1, head_dim=8, dropout=0.1, tie_embeddings=True),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
-        graph=GraphConfig(enabled=graph, capacities=CAPACITIES),
+        graph=GraphConfig(enabled=graph, capacities=CAPACITIES, autotune=False),  # tests count replays
         run=RunConfig(**{"steps": 6, "tokens_per_step": 60, "log_every": 1, "device": "auto"} | run))
 
 

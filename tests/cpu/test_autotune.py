@@ -8,15 +8,17 @@ from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 
 from packgraph.diagnose.verify import verify
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.forget import forget, forget_all
+from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.slot import Slots
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.plan.choice import SAMPLES
 from packgraph.train import autotune
 from packgraph.train.autotune import FASTER, TIMED, Autotune, Clock
+from packgraph.train.build import build_model
 from packgraph.train.config_values import render
-from packgraph.train.executor import Executor
+from packgraph.train.executor import Executor, sample_batch
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import GraphConfig
 from packgraph.train.signals import StopRequest
@@ -178,6 +180,23 @@ def test_a_timed_step_goes_one_way_as_a_whole(tmp_path, monkeypatch):
     assert all(set(reasons) <= {None} for counts, *reasons in steps if not counts)
 
 
+def test_graphs_of_a_slot_in_flight_are_not_given_up():
+    """The negative control; between steps it may be done, and a later call captures again."""
+    model = build_model(config(), CPU)
+    graphed = graph(model, capacities=CAPACITIES, warmup=0)
+    sample, tokens = sample_batch(CAPACITIES[0]), torch.ones((), dtype=torch.int64)
+    loss = graphed(sample, tokens)
+    with pytest.raises(RuntimeError, match="1 slots are in flight"):
+        forget(graphed, (sample, tokens))
+    loss.backward()
+    captured = graphed.stats.captured
+    assert forget(graphed, (sample_batch(CAPACITIES[1]), tokens)) == 0
+    assert forget(graphed, (sample, tokens)) == 1 and graphed.stats.pool_bytes == 0
+    graphed(sample, tokens).backward()
+    assert graphed.stats.captured == 2 * captured and graphed.stats.replayed == 2
+    assert forget_all(graphed) == 1 and graphed.stats.pool_bytes == 0
+
+
 def test_without_room_for_eager_steps_graphs_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "free_bytes", lambda device: 0)
     run = train(tmp_path / "tuned", config(12))
@@ -207,3 +226,12 @@ def test_verify_times_nothing():
     """What is compared must be replayed."""
     report = verify("tuned", config(8), RandomPacks(), CPU)
     assert report.good and set(report.fallbacks) == {"warm-up"}
+
+
+def test_a_capacity_over_the_memory_budget_is_not_timed(tmp_path):
+    plain = train(tmp_path / "plain", config(6, autotune=False))
+    budget = f"{(plain[2]['memory']['predicted_pool_bytes'] + sum(plain[2]['memory']['buffer_bytes'])) / 2**10 - 1}KiB"
+    run = train(tmp_path / "tuned", config(memory_budget=budget))
+    assert run[2]["memory"]["dropped"] == NAMES[2:] and run[2]["fallbacks"]["over the memory budget"] > 0
+    assert list(run[2]["choices"]) == NAMES[:2] and all(choice["decided"] for choice in run[2]["choices"].values())
+    assert_equal(run, train(tmp_path / "eager", config(enabled=False)))
