@@ -111,8 +111,11 @@ def median(name: str, digits: int = 2) -> Callable[[Row], str]:
 
 
 def quantile(name: str, which: str, digits: int = 2) -> Callable[[Row], str]:
-    """Cell with a quantile of a figure: median, p10, p90 or p99."""
-    return lambda row: f"{row['figures'][name][which]:.{digits}f}" if name in row["figures"] else "-"
+    """Cell with a quantile of a figure: median, p10, p90 or p99 (which rows of older versions lack)."""
+    def cell(row: Row) -> str:
+        found = row["figures"].get(name, {}).get(which)
+        return "-" if found is None else f"{found:.{digits}f}"
+    return cell
 
 
 def value(name: str, form: str = "") -> Callable[[Row], str]:

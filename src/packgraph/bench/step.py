@@ -26,7 +26,7 @@ from packgraph.bench.ways import Setting, Way, make_way, room_for_code
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 
-LEAST_ROUNDS = 2  # of ways that are ready when the time is up
+LEAST_ROUNDS = 3  # of ways that are ready when the time is up
 
 COLUMNS: list[Column] = [
     ("tokens", value("tokens")), ("way", value("way")), ("attention", value("attention")),

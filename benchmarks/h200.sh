@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# The grid of docs/benchmarks.md on one H200, the most important rows first, within LIMIT seconds in all.
+#
+#   OUT=benchmarks/results bash benchmarks/h200.sh            every way with the attention of its own stack
+#   OUT=... ATTENTION=flash bash benchmarks/h200.sh           the same attention everywhere (flash, varlen)
+#
+# Rows are appended to $OUT/h200_$ATTENTION.jsonl as they come, tables and messages to $OUT/h200_$ATTENTION.log.
+# Every command has a process of its own: what one of them breaks, or the profiler that it loads, ends with it.
+# PYTHON: the interpreter (default python3, with src on its path). COMMIT: what rows say, where there is no checkout.
+set -u
+cd "$(dirname "$0")/.."
+OUT=${OUT:?name a folder: OUT=benchmarks/results bash benchmarks/h200.sh}
+PYTHON=${PYTHON:-python3}
+ATTENTION=${ATTENTION:-own}
+LIMIT=${LIMIT:-415}
+GRACE=25 # seconds for the rounds of ways that are ready when a command's time is up
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p "$OUT"
+NAME="$OUT/h200_$ATTENTION"
+
+bench() { # SECONDS WORDS...: one benchmark that begins nothing further after SECONDS, or after what is left of LIMIT
+    local seconds=$1 left=$((LIMIT - SECONDS - GRACE))
+    shift
+    if ((left < 10)); then
+        echo "not run, the limit of $LIMIT seconds is near: $*" | tee -a "$NAME.log" >&2
+        return
+    fi
+    ((seconds < left)) || seconds=$left
+    timeout -k 5 $((seconds + GRACE)) "$PYTHON" -m packgraph.cli bench "$@" --seconds "$seconds" --device cuda \
+        --out "$NAME.jsonl" ${COMMIT:+--commit "$COMMIT"} 2>>"$NAME.log"
+    local code=$?
+    echo "$SECONDS s: exit $code of: $*" >>"$NAME.log"
+}
+
+# Those that decide first; the later ones are the first to be left out when time is up.
+WAYS="eager compile reduce-overhead chunk+compile auto+compile chunk graphed-callables whole-padded layer layer+compile
+    auto"
+STEP="step --part layers --attention $ATTENTION --buckets 3 --ways $WAYS"
+
+bench 60 $STEP --model qwen3-0.6b --tokens 1024 --rounds 8 --calls 4
+bench 55 $STEP --model qwen3-0.6b --tokens 2048 --rounds 8 --calls 4
+bench 55 $STEP --model qwen3-0.6b --tokens 4096 --rounds 6 --calls 4
+bench 60 $STEP --model qwen3-0.6b --tokens 8192 --rounds 6 --calls 3 --together 6
+bench 50 $STEP --model qwen3-4b --tokens 4096 --rounds 6 --calls 3
+bench 55 $STEP --model qwen3-4b --tokens 16384 --rounds 4 --calls 3 --together 5
+if [ "$ATTENTION" = own ]; then
+    bench 20 attention --model qwen3-0.6b --tokens 1024 2048 4096 8192 16384 --draws 3
+    bench 25 memory --model qwen3-0.6b --part layers --tokens 8192
+    bench 40 capture --model qwen3-0.6b --part layers --tokens 8192 --ways chunk layer chunk+compile --banks 1 8
+    bench 30 memory --model qwen3-0.6b --part layers --tokens 8192 --compile
+fi
+# What is left of the time: others' recipes with compiled code in them.
+bench 40 step --part layers --attention "$ATTENTION" --model qwen3-0.6b --tokens 1024 --rounds 6 --calls 4 \
+    --ways eager chunk+compile graphed-callables+compile whole-padded+compile
+exit 0

@@ -1,0 +1,92 @@
+"""The tables of docs/benchmarks.md from rows.
+
+    PYTHONPATH=src python benchmarks/table.py benchmarks/results/*.jsonl                            prints them
+    PYTHONPATH=src python benchmarks/table.py benchmarks/results/*.jsonl --into docs/benchmarks.md  puts them in place
+
+In the file the tables of a benchmark stand between the lines `<!-- step -->` and `<!-- end -->`.
+"""
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from packgraph.bench import attention, capture, memory, padding, pipeline, step
+from packgraph.bench.results import markdown, newest, read_rows
+from packgraph.bench.rows import Column, value
+
+Row = dict[str, Any]
+MODEL: Column = ("model", value("model"))
+FLAT: dict[str, list[Column]] = {
+    "attention": attention.COLUMNS, "padding": padding.COLUMNS, "memory": [MODEL, *memory.COLUMNS],
+    "capture": [MODEL, *capture.COLUMNS], "pipeline": [MODEL, *pipeline.COLUMNS]}
+DRAWN = ("attention", "padding", "memory", "capture")  # by plot.py, one picture each
+PLACE = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def tables(rows: Sequence[Row], benchmark: str) -> str:
+    """All tables of one benchmark; nothing where there are no rows."""
+    found = newest(rows, benchmark)
+    if not found:
+        return ""
+    if benchmark == "step":
+        return step_tables(found)
+    devices = ", ".join(dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in found))
+    picture = f"![{benchmark}](bench_{benchmark}.svg)\n\n" if benchmark in DRAWN else ""
+    return f"{picture}{markdown(found, FLAT[benchmark])}\n{devices}\n"
+
+
+def step_tables(rows: Sequence[Row]) -> str:
+    """For each model, part and attention: price of every way by tokens, then all columns."""
+    kinds: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row["model"], row.get("part", "model"), row.get("attention_asked", "auto")), []).append(row)
+    text = []
+    for (model, part, asked), mine in kinds.items():
+        where = ", ".join(dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in mine))
+        picture = f"![by tokens](bench_step_{model}_{part}_{asked}.svg)"
+        text.append(f"**{model}, {part}, attention: {asked}** ({where}), ms per 1,000 real tokens:\n\n"
+                    f"{price_table(mine)}\n{picture}\n\n{markdown(mine, step.COLUMNS)}")
+    return "\n".join(text)
+
+
+def price_table(rows: Sequence[Row]) -> str:
+    """Milliseconds per 1,000 real tokens: a line per way, a column per number of tokens; the least in bold."""
+    sizes = sorted({row["tokens"] for row in rows})
+    price = {(row["way"], row["tokens"]): row["figures"]["ms_per_1000_tokens"]["median"] for row in rows}
+    least = {size: min(value for (_, at), value in price.items() if at == size) for size in sizes}
+
+    def cell(way: str, size: int) -> str:
+        found = price.get((way, size))
+        if found is None:
+            return "-"
+        return f"**{found:.3f}**" if found == least[size] else f"{found:.3f}"
+
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    lines = [["way", *(f"T = {size}" for size in sizes)], ["---"] * (1 + len(sizes)),
+             *([way, *(cell(way, size) for size in sizes)] for way in ways)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def with_tables(text: str, rows: Sequence[Row]) -> str:
+    """A page with the tables of `rows` in their places."""
+    return PLACE.sub(lambda found: f"{found[1]}{tables(rows, found[2])}{found[3]}", text)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Print all tables that there are rows for, or put them into a page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--into", type=Path, help="the page whose tables are to be replaced")
+    asked = parser.parse_args(words)
+    rows = read_rows(asked.files)
+    if asked.into is not None:
+        asked.into.write_text(with_tables(asked.into.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        return
+    for benchmark in ("step", *FLAT):
+        if text := tables(rows, benchmark):
+            print(f"## {benchmark}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

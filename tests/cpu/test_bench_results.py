@@ -1,0 +1,154 @@
+"""From rows to tables and pictures, and the script that measures on a GPU: every command in it is one that there is."""
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from packgraph.bench.command import _parser, _problems
+from packgraph.bench.results import markdown, newest, read_rows
+from packgraph.bench.rows import median, quantile, value
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "h200.sh"
+
+
+def script(name: str) -> ModuleType:
+    """A script of the folder benchmarks, as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def step_row(way: str, tokens: int, price: float, **more: Any) -> dict[str, Any]:
+    return {"benchmark": "step", "way": way, "tokens": tokens, "model": "tiny", "part": "layers", "reason": None,
+            "attention_asked": "own", "device": "one", "commit": "abc", "agrees": None,
+            "figures": {"ms_per_1000_tokens": {"median": price, "p10": price, "p90": price, "p99": price, "n": 1}}
+            } | more
+
+
+def bank_row(benchmark: str, **more: Any) -> dict[str, Any]:
+    return {"benchmark": benchmark, "model": "tiny", "part": "layers", "tokens": 8, "device": "one", "reason": None,
+            "commit": "abc", "figures": {}} | more
+
+
+ROWS = [
+    step_row("eager", 2048, 4.0), step_row("chunk", 1024, 2.0), step_row("eager", 1024, 3.0),
+    step_row("eager", 1024, 5.0, attention_asked="flash"),
+    bank_row("attention", way="flash", places="tight", forward_tax=1.0, backward_tax=1.0),
+    bank_row("attention", way="flash", places="64", forward_tax=1.1, backward_tax=1.2),
+    bank_row("padding", way="chat", packed="64 at a time", buckets=["8x1"], padding=0.01, padding_alone=0.05,
+             above_bound=0.0, above_bound_alone=0.1, seconds=0.5),
+    bank_row("memory", way="8 buckets", buckets=8, compile=True, peak_ratio=1.01, reserved_ratio=1.02),
+    bank_row("capture", way="chunk", buckets=8, capture_layer_seconds=0.004, capture_seconds=1.0)]
+
+
+def test_rows_are_read_and_the_last_of_a_kind_counts(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"tokens": 3}, step_row("layer", 1, 1.0) | {
+        "reason": "no room"}]))
+    new.write_text(json.dumps(step_row("eager", 1024, 1.5)) + "\n")
+    rows = read_rows([old, new])
+    assert len(rows) == len(ROWS) + 1, "without what is no row and what was not measured"
+    found = newest(rows, "step")
+    assert [(row["way"], row["tokens"], row["attention_asked"]) for row in found] == [
+        ("eager", 2048, "own"), ("chunk", 1024, "own"), ("eager", 1024, "own"), ("eager", 1024, "flash")]
+    assert found[2]["figures"]["ms_per_1000_tokens"]["median"] == 1.5
+    new.write_text("nonsense\n")
+    with pytest.raises(ValueError, match=r"new.jsonl:1 is no JSON"):
+        read_rows([new])
+    new.write_text("[1]\n")
+    with pytest.raises(ValueError, match=r"new.jsonl:1 is no JSON object"):
+        read_rows([new])
+
+
+def test_tables_of_markdown() -> None:
+    columns = [("way", value("way")), ("ms", median("ms_per_1000_tokens", 1)), ("old", quantile("unknown", "p99"))]
+    assert markdown([], columns) == ""
+    assert markdown(ROWS[:2], columns).splitlines() == [
+        "| way | ms | old |", "| --- | --- | --- |", "| eager | 4.0 | - |", "| chunk | 2.0 | - |"]
+    table = script("table").price_table(ROWS[:3])
+    assert table.splitlines()[2:] == ["| eager | 3.000 | **4.000** |", "| chunk | **2.000** | - |"]
+
+
+def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    script("table").main([str(path)])
+    printed = capsys.readouterr().out
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n<!-- padding -->\nold\n<!-- end -->\nkept\n<!-- pipeline -->\nold\n<!-- end -->\n")
+    script("table").main([str(path), "--into", str(page)])
+    lines = page.read_text().splitlines()
+    assert lines[:2] == ["# Page", "<!-- padding -->"] and "old" not in lines
+    assert lines[-4:] == ["<!-- end -->", "kept", "<!-- pipeline -->", "<!-- end -->"] and any("1.00%" in line for line in lines)
+    for name in ("tiny, layers, attention: own", "attention: flash", "## padding", "## memory", "## capture"):
+        assert name in printed
+
+
+def test_the_page_shows_the_rows_that_there_are() -> None:
+    """After new rows: python benchmarks/table.py benchmarks/results/*.jsonl --into docs/benchmarks.md, and plot.py."""
+    page, table = ROOT / "docs" / "benchmarks.md", script("table")
+    text = page.read_text(encoding="utf-8")
+    rows = read_rows(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
+    assert set(re.findall(r"<!-- (\w+) -->", text)) == {"step", *table.FLAT, "end"}
+    assert table.with_tables(text, rows) == text
+    missing = [name for name in re.findall(r"\]\(([\w.-]+\.svg)\)", text) if not (page.parent / name).exists()]
+    assert not missing
+
+
+def test_series_of_pictures() -> None:
+    plot = script("plot")
+    kinds = plot.step_kinds(newest(ROWS, "step"))
+    assert list(kinds) == [("tiny", "layers", "own"), ("tiny", "layers", "flash")]
+    assert plot.by_tokens(kinds["tiny", "layers", "own"], "ms_per_1000_tokens") == {
+        "eager": [(1024, 3.0), (2048, 4.0)], "chunk": [(1024, 2.0)]}
+    assert plot.tax(newest(ROWS, "attention"), "backward") == {"flash, 64 places": [(8, 1.2)]}
+
+
+def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra `plot`; what they show is tested without it")
+    plot = script("plot")
+    written = plot.draw_all(ROWS, tmp_path)
+    assert [path.stem for path in written] == [
+        "bench_step_tiny_layers_own", "bench_step_tiny_layers_flash", "bench_attention", "bench_padding",
+        "bench_memory", "bench_capture"]
+    before = [path.read_bytes() for path in written]
+    assert [path.read_bytes() for path in plot.draw_all(ROWS, tmp_path)] == before
+    assert plot.draw_all([], tmp_path) == []
+
+
+def commands(out: Path, **environment: str) -> list[list[str]]:
+    """The words of every benchmark that the script would run."""
+    found = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, check=True,
+                           env=os.environ | {"OUT": str(out), "PYTHON": "echo"} | environment)
+    return [shlex.split(line)[3:] for line in found.stdout.splitlines()]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
+def test_the_script_for_a_gpu_runs_benchmarks_that_there_are(tmp_path: Path) -> None:
+    own, flash = commands(tmp_path), commands(tmp_path, ATTENTION="flash", COMMIT="abc123")
+    for words in (*own, *flash):
+        asked = _parser().parse_args(words)
+        assert _problems(asked) == [] and asked.device == "cuda" and asked.out is not None
+        assert asked.benchmark != "step" or (asked.part == "layers" and asked.ways[0] == "eager")
+    assert [words[0] for words in own] == ["step"] * 6 + ["attention", "memory", "capture", "memory", "step"]
+    assert [words[0] for words in flash] == ["step"] * 7
+    assert all("--commit abc123" in " ".join(words) and "--attention flash" in " ".join(words) for words in flash)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
+def test_the_script_for_a_gpu_ends_in_time(tmp_path: Path) -> None:
+    words = commands(tmp_path, LIMIT="60")
+    assert words and all(int(line[line.index("--seconds") + 1]) <= 35 for line in words)
+    assert commands(tmp_path, LIMIT="30") == []
+    assert "not run, the limit of 30 seconds is near" in (tmp_path / "h200_own.log").read_text()
