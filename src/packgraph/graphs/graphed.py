@@ -299,7 +299,11 @@ class GraphedModule(Wrapper):
             return False
         with self._lock:
             call = signature(args, kwargs, self.device)
-            if call is None or call.key in self._failed or self._check_fingerprint() is not None:
+            if call is None or call.key in self._failed:
+                return False
+            if capturing():  # of a whole step: the module has aliases for parameters now, and nothing can be tried out
+                return True
+            if self._check_fingerprint() is not None:
                 return False
             try:
                 self._compile(call, args, kwargs)
@@ -311,10 +315,7 @@ class GraphedModule(Wrapper):
 
     def _compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile what this key needs, unless that was done. Raises CaptureError."""
-        if self._program.compiler is None or call.key in self._coded:
-            return
-        # Inside the capture of a whole step (or its rehearsal) nothing can be tried out first.
-        if not capturing():
+        if self._program.compiler is not None and call.key not in self._coded:
             compile_ahead(self._program, self._backend, self._observed, args, kwargs)
             self._coded.add(call.key)
 

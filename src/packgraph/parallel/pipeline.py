@@ -69,7 +69,8 @@ class Pipeline:
         modules = [chunk.module for chunk in self.chunks]
         self._whole: GraphedStep | None = None
         if whole_steps:
-            self._whole = GraphedStep(modules, self._run_plainly, self.chunks[0].capture_backend, device)
+            self._whole = GraphedStep(modules, self._run_plainly, self.chunks[0].capture_backend, device,
+                                      compiled=any(chunk.compiles for chunk in self.chunks))
 
     @property
     def step_stats(self) -> Stats | None:
@@ -252,7 +253,7 @@ class Pipeline:
             hidden = flight.hidden if flight.direct is not None else Arrival.apply(self._anchor, flight, flight.hidden)
             arguments = (batch, tokens, hidden)
         if flight.claim is None:
-            flight.out = chunk.module(*arguments)
+            flight.out = chunk.run_eagerly(*arguments)
         elif flight.direct is not None:
             flight.out = flight.direct.forward(arguments, {})
         else:

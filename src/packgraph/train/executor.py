@@ -57,7 +57,8 @@ class Executor:
             # One call of warm-up shows which outputs get gradients; the rest of the warm-up steps is counted below.
             self._graphed = [graph(
                 model, capacities=options.captured_capacities(), backend=options.backend, warmup=1,
-                slots=options.slots, strict=options.strict, scope=options.scope, granularity=options.granularity)]
+                slots=options.slots, strict=options.strict, scope=options.scope, granularity=options.granularity,
+                compile=options.compile)]
 
     def loss(self, batch: PackedBatch, tokens_in_step: Tensor) -> Tensor:
         """Loss of one microbatch on the device, float32 []: its sum of token losses / tokens_in_step (int64 [])."""
@@ -196,7 +197,15 @@ class Executor:
         pool = {"pool_bytes": self.pool_bytes()} if self._graphed else {}
         tuned = {} if self.autotune is None else self.autotune.summary()
         memory = {} if self.memory is None else {"memory": self.memory.summary(self._measured)}
-        return {"backend": self.backend, **self.totals(), **pool, **memory, **tuned}
+        return {"backend": self.backend, **self.totals(), **pool, **memory, **tuned, **self._compiled()}
+
+    def _compiled(self) -> dict[str, Any]:
+        if not self._options.compile:
+            return {}
+        every = [graphed.stats for graphed in self._graphed]
+        return {"compiled": sum(stats.compiled for stats in every),
+                "recompiles": dict(sum((stats.recompiles for stats in every), Counter())),
+                "compile_seconds": round(sum(stats.compile_seconds for stats in every), 3)}
 
     @property
     def backend(self) -> str:

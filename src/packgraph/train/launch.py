@@ -113,6 +113,7 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
         for note in notes:
             view.note(f"attention: {note}")
         trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh)
+        view.note(f"attention by {trainer.attention}")
         try:
             if config.run.resume:
                 trainer.resume()

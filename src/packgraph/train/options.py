@@ -76,6 +76,7 @@ class GraphConfig:
     strict: stop with an error where a graph cannot be captured, instead of going on eagerly.
     scope: names of the stages to capture, such as attn,mlp; none = all.
     granularity: layer = one graph for each layer, chunk = one for all layers, step = one for a whole step.
+    compile: send what is captured through torch.compile first; calls that run eagerly run the same code.
     optimizer: with granularity step, the update of the weights is part of the graph too.
     capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas; auto = chosen from
         the lengths of the documents, see the section buckets.
@@ -94,6 +95,7 @@ class GraphConfig:
     strict: bool = False
     scope: tuple[str, ...] | None = None
     granularity: Literal["layer", "chunk", "step"] = "layer"
+    compile: bool = False
     optimizer: bool = False
     autotune: bool | Literal["auto"] = "auto"
     capacities: tuple[Capacity, ...] | Literal["auto"] = (Capacity(1024, 32),)
@@ -103,6 +105,7 @@ class GraphConfig:
     def __post_init__(self) -> None:
         _refuse({
             f"warmup must be at least 1, got {self.warmup}": self.warmup < 1,
+            "compile is of captured code, so it needs enabled = true": self.compile and not self.enabled,
             f"slots must be at least 1, got {self.slots}": self.slots is not None and self.slots < 1,
             "capacities must name at least one static shape, such as 1024x32": not self.capacities,
             f"max_documents must be at least 1, got {self.max_documents}":
@@ -250,8 +253,9 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
     regions = "chunk" if config.graph.granularity == "step" else config.graph.granularity
     scope = scope_errors(named_stages(config.model), config.graph.scope, regions)
     problems |= {f"graph.scope: {problem}": config.graph.enabled for problem in scope}
-    problems["model.attention_backend = varlen needs a CUDA device and run.dtype = bfloat16; use auto, or sdpa"] = (
-        config.model.attention_backend == "varlen" and (device_type, config.run.dtype) != ("cuda", "bfloat16"))
+    backend = config.model.attention_backend
+    problems[f"model.attention_backend = {backend} needs a CUDA device and run.dtype = bfloat16; use auto, or sdpa"] = (
+        backend in ("flash", "varlen") and (device_type, config.run.dtype) != ("cuda", "bfloat16"))
     if vocabulary is not None:
         size = config.model.vocab_size
         problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (

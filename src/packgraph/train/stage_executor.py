@@ -39,7 +39,8 @@ class StageExecutor(Executor):
         self._graphed = [
             graph(chunk, capacities=options.captured_capacities(), backend=options.backend, warmup=0, slots=slots,
                   strict=options.strict, scope=_own_scope(chunk, options),
-                  granularity="chunk" if options.granularity == "step" else options.granularity)
+                  granularity="chunk" if options.granularity == "step" else options.granularity,
+                  compile=options.compile)
             for chunk, slots in zip(chunks, self._slots, strict=True)]
         self._parameters = [list(chunk.parameters()) for chunk in chunks]
         self._pipeline = Pipeline(

@@ -84,16 +84,18 @@ class StepExecutor(Executor):
         super().close()
 
     def _graphed_step(self, optimizer: Optimizer) -> GraphedStep:
+        (graphed,) = self._graphed
+
         def run(tokens_in_step: Tensor, *batches: PackedBatch) -> Tensor:
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float32, device=self._device)
             for batch in batches:
-                loss = self._model(batch, tokens_in_step)
+                loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
                 loss.backward()
             return torch.stack([total, optimizer.update()])
 
-        return GraphedStep([self._model], run, self._graphed[0].capture_backend, self._device)
+        return GraphedStep([self._model], run, graphed.capture_backend, self._device, compiled=graphed.compiles)
 
     def _reason_against(self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]) -> str | None:
         """Why this step cannot be a replay, or None; captures it if it is new."""

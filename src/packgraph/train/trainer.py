@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.graphs.parameters import local_tensor
+from packgraph.models.stack import DecoderStack
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import on_first
 from packgraph.parallel.tensor import dropout_seed
@@ -103,6 +104,12 @@ class Trainer:
         self._left_out = LeftOut(microbatches, view)
         self._graphs_before: dict[str, Any] = {}
         self._summary_before: dict[str, Any] = {}
+
+    @property
+    def attention(self) -> str:
+        """The attention backend in use, and why it is no faster one."""
+        return ", ".join(dict.fromkeys(str(chunk.attention_choice()) for chunk in self.model.chunks
+                                       if isinstance(chunk, DecoderStack)))
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
