@@ -334,14 +334,17 @@ def test_a_whole_step_holds_compiled_code():
 
 
 def test_unknown_compilers_are_refused():
-    with pytest.raises(ValueError, match="compile='fast': use True, False, or one of inductor, aot_eager"):
+    with pytest.raises(ValueError, match="compile='fast': use True, False, options of Inductor, or one of inductor, a"):
         packgraph.graph(Toy(), compile="fast")
+    with pytest.raises(ValueError, match="Inductor has no option max_autotun; see"):
+        packgraph.graph(Toy(), compile={"max_autotun": True, "max_autotune": True})
 
 
 @pytest.mark.slow
 def test_generated_code_replays_as_it_runs_eagerly():
     batches = packs(SMALL, 3)
-    graphs = [packgraph.graph(dense(), capacities=[SMALL], warmup=1, strict=True, compile=True) for _ in range(2)]
+    graphs = [packgraph.graph(dense(), capacities=[SMALL], warmup=1, strict=True, compile=chosen)
+              for chosen in (True, {"triton.cudagraphs": True, "max_autotune": False})]
     assert same(steps(graphs[0], batches, reason="compare"), steps(graphs[1], batches, poison=True))
     loss = dense(dropout=0.0)(batches[0])
     torch.testing.assert_close(

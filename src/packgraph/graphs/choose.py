@@ -1,4 +1,7 @@
 """Which backend serves a module, and what compiles its stages."""
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from packgraph.graphs.backend import Backend
@@ -29,10 +32,15 @@ def choose_backend(name: str, device: torch.device, generators: list[torch.Gener
     raise ValueError(f"unknown backend {name!r}: use 'auto', 'cuda' or 'recorder'")
 
 
-def choose_compiler(compile: bool | str, stats: Stats) -> StageCompiler | None:
-    """What compiles stages: True is torch's `inductor`, False nothing. stats: gets the counts."""
+def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> StageCompiler | None:
+    """What compiles stages: True is torch's `inductor`, a mapping are options for it, False is nothing.
+
+    stats: gets the counts. Raises ValueError for an unknown compiler or option.
+    """
     if compile is False:
         return None
     from packgraph.graphs.compiler import Compiler  # loads torch's compiler, which takes seconds
 
+    if isinstance(compile, Mapping):
+        return Compiler("inductor", stats, options=compile)
     return Compiler("inductor" if compile is True else compile, stats)

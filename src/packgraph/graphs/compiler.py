@@ -12,10 +12,10 @@ both there after the first call, so that a capture compiles nothing; every call,
 """
 import contextlib
 import time
-import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -66,13 +66,19 @@ class Compiler:
     """The compiled code of one graphed module.
 
     backend: `inductor`, or `aot_eager`, which traces and differentiates but generates no kernels (for tests). make:
-    how a function becomes compiled code, if not by this class's own way. stats: gets the counts.
+    how a function becomes compiled code, if not by this class's own way. stats: gets the counts. options: of Inductor;
+    its own graphs stay off whatever they say. Raises ValueError for names that torch does not know.
     """
 
-    def __init__(self, backend: str, stats: Stats, make: Callable[[Code], Code] | None = None) -> None:
+    def __init__(self, backend: str, stats: Stats, make: Callable[[Code], Code] | None = None,
+                 options: Mapping[str, Any] = MappingProxyType({})) -> None:
         if backend not in BACKENDS:
-            raise ValueError(f"compile={backend!r}: use True, False, or one of {', '.join(BACKENDS)}")
-        self.backend, self.stats = backend, stats
+            raise ValueError(f"compile={backend!r}: use True, False, options of Inductor, or one of "
+                             f"{', '.join(BACKENDS)}")
+        unknown = sorted(name for name in options if not _is_option(name))
+        if unknown:
+            raise ValueError(f"compile: Inductor has no option {', '.join(unknown)}; see torch._inductor.config")
+        self.backend, self.stats, self.options = backend, stats, {**options, **NEVER_CUDAGRAPHS}
         self._make = make or self._compiled
         self._code: dict[Hashable, Code] = {}
         self._codes: dict[Hashable, list[Code]] = {}
@@ -120,7 +126,7 @@ class Compiler:
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             nonlocal done
             started = time.perf_counter()
-            code = _build(self.backend, graph, inputs)
+            code = _build(self.backend, graph, inputs, self.options)
             done += 1
             if done > 1:
                 self.stats.recompiles[f"{self._now}: other constants"] += 1
@@ -141,7 +147,7 @@ def _chain(piece: Piece) -> Code:
         return state
 
     code = run.__code__.replace(co_name=f"stages_{len(methods)}")
-    return types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+    return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
 
 
 def _shapes(state: State) -> Hashable:
@@ -161,7 +167,13 @@ def _shape(leaf: Any) -> Hashable:
     return type(leaf), leaf if isinstance(leaf, CONSTANTS) else None
 
 
-def _build(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+def _is_option(name: str) -> bool:
+    import torch._inductor.config as known
+
+    return name in known.get_config_copy()
+
+
+def _build(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
     """Forward and backward of `graph`, both now, each as CompiledCode."""
     with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
         if backend == "aot_eager":
@@ -173,7 +185,7 @@ def _build(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(graph, inputs, inner_compile=_generate,  # type: ignore[arg-type]
-                          config_patches=NEVER_CUDAGRAPHS)
+                          config_patches=options)
 
 
 def _run_as_traced(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> CompiledCode:

@@ -8,7 +8,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def graph(
     strict: bool = False,
     scope: Iterable[str] | None = None,
     granularity: str = "chunk",
-    compile: bool | str = False,
+    compile: bool | str | Mapping[str, Any] = False,
 ) -> "GraphedModule":
     """Wrap `module` so that training calls replay captured graphs.
 
@@ -55,8 +55,8 @@ def graph(
     (forward done, backward not); None follows what the loop does. strict: raise CaptureError instead of falling
     back to eager. scope: names of the stages to capture (None = all). granularity: `layer` or `chunk`,
     where graphs are cut. compile: whether the stages that are captured go through torch.compile first, one piece of
-    code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A string names
-    another of torch's compilers than `inductor` (`aot_eager` for tests).
+    code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A mapping holds
+    options of Inductor, as torch.compile takes them; a string names another compiler (`aot_eager` for tests).
 
     Raises ValueError for an illegal scope, backend, compiler or count, with all reasons; CaptureError if `strict` and
     the module cannot be captured at all (DistributedDataParallel, fully sharded parameters, module hooks).
@@ -73,7 +73,7 @@ class GraphedModule(Wrapper):
 
     def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str,
                  warmup: int, slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str,
-                 compile: bool | str = False) -> None:
+                 compile: bool | str | Mapping[str, Any] = False) -> None:
         super().__init__(module)
         if warmup < 0 or (slots is not None and slots < 1):
             raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")

@@ -253,9 +253,9 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
     regions = "chunk" if config.graph.granularity == "step" else config.graph.granularity
     scope = scope_errors(named_stages(config.model), config.graph.scope, regions)
     problems |= {f"graph.scope: {problem}": config.graph.enabled for problem in scope}
-    backend = config.model.attention_backend
-    problems[f"model.attention_backend = {backend} needs a CUDA device and run.dtype = bfloat16; use auto, or sdpa"] = (
-        backend in ("flash", "varlen") and (device_type, config.run.dtype) != ("cuda", "bfloat16"))
+    attention = config.model.attention_backend
+    problems[f"model.attention_backend = {attention} needs a CUDA device and run.dtype = bfloat16; use auto, or sdpa"] \
+        = (attention in ("flash", "varlen") and (device_type, config.run.dtype) != ("cuda", "bfloat16"))
     if vocabulary is not None:
         size = config.model.vocab_size
         problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (
