@@ -1,5 +1,6 @@
 """`packgraph bench NAME`: read the options, say at once all that is wrong with them, run, print a table."""
 import argparse
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -251,9 +252,16 @@ def _pipeline(asked: argparse.Namespace) -> int:
 
 
 def _finish(rows: Rows, run: Callable[[], None], title: str, columns: Sequence[tuple[str, Callable]]) -> int:
-    """Run; print the table of what there is, even after an error or an interruption."""
+    """Run; print the table of what there is, even after an error, an interruption or the end of a time limit."""
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         run()
     finally:
+        signal.signal(signal.SIGTERM, before)
         rows.print_table(title, columns)
     return 0 if rows.measured else FAILED
+
+
+def _stop(number: int, frame: object) -> None:
+    """`timeout` and job schedulers ask to end by SIGTERM: rows that are measured shall not be lost."""
+    raise KeyboardInterrupt

@@ -71,10 +71,13 @@ def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline:
     for tokens in options.tokens:
         bench = _StepBench(options, tokens, model, device, deadline)
         for number, names in enumerate(groups(options.ways, options.together)):
-            with room_for_code():
-                contest = bench.measure(names)
-            for name in names[1:] if number else names:
-                rows.add(bench.row(contest, name))
+            contest = Contest(names)
+            try:
+                with room_for_code():
+                    bench.measure(contest)
+            finally:  # what was measured before an interruption is a result, too
+                for name in names[1:] if number else names:
+                    rows.add(bench.row(contest, name))
             torch.compiler.reset()
             free_unused(device)
 
@@ -98,10 +101,10 @@ class _StepBench:
                                options.compiler)
         self.batches: dict[str, list[PackedBatch]] = {}
 
-    def measure(self, names: list[str]) -> Contest:
+    def measure(self, contest: Contest) -> None:
         """Prepare all ways, let them take turns, close them."""
-        contest, ways = Contest(names), dict[str, Way]()
-        for name in names:
+        ways = dict[str, Way]()
+        for name in contest.names:
             if self.deadline.passed():
                 contest.drop(name, self.deadline.reason)
                 continue
@@ -118,7 +121,6 @@ class _StepBench:
                 contest.extras[name] |= self._busy(ways[name])
         for name in list(ways):
             self._close(contest, ways, name)
-        return contest
 
     def row(self, contest: Contest, name: str) -> Row:
         """The row of one way at this number of tokens."""

@@ -1,0 +1,29 @@
+"""A benchmark that is asked to end keeps the rows of what it has measured."""
+import json
+import os
+import signal
+
+import pytest
+
+from packgraph import cli
+from packgraph.bench.step import _StepBench
+
+SMALL = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--documents", "4", "--mean", "10", "--sigma", "0.5"]
+
+
+def test_rows_of_finished_rounds_are_written_when_a_time_limit_ends_it(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_round, rounds = _StepBench._round, []
+
+    def ends_in_the_fifth(self, contest, way, number):
+        rounds.append(number)
+        if len(rounds) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_round(self, contest, way, number)
+
+    monkeypatch.setattr(_StepBench, "_round", ends_in_the_fifth)
+    words = ["bench", "step", *SMALL, "--ways", "eager", "chunk", "--rounds", "9", "--calls", "1"]
+    assert cli.main(words) == cli.INTERRUPTED
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["way"] for row in rows] == ["eager", "chunk"]
+    assert all(row["rounds"] == 2 and row["figures"] for row in rows)
