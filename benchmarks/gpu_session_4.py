@@ -8,20 +8,23 @@ CUDA everything runs small on the CPU, which shows that the script works and not
 
 `tax` rows: microseconds of forward, and of forward and backward, at a capacity of N documents and the longest possible
 one, over the same at a tight capacity. What the experiments among them ask:
-  flash N=258    the kernels look batches up in a table from 257 documents on, where empty blocks walk over all before
-  flash wide     keys and values repeated to all heads: backward then needs no float32 sums of T + 128 N rows
-  flash bare     without the masks that keep padding out: what those cost
+  N=258    the kernels look batches up in a table from 257 documents on, where empty blocks walk over all before
+  wide     keys and values repeated to all heads: backward then needs no float32 sums of T + 128 N rows
+  bare     without the masks that keep padding out: what those cost
+  blocks   one sequence with lists of blocks (flash_blocks.py), whatever the number of documents; lists: making them
 """
 import argparse
+import functools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import flash_blocks
 import torch
 from torch import Tensor
 
@@ -70,6 +73,11 @@ class Session:
         except FAILURES as error:
             found = {"reason": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
         self.write(section, **what, **found, seconds=round(time.perf_counter() - begin, 1))
+
+    @functools.cache  # noqa: B019 - one session per process
+    def block_kernels(self) -> tuple[Any, Any, Any]:
+        """The functions of flash-attn-4 for lists of blocks; one set, since each compiles its own kernels."""
+        return flash_blocks.kernels()
 
     def problems(self, backend: str, dim: int = 128, value_dim: int = 128) -> list[str]:
         """Why a backend cannot run here."""
@@ -140,6 +148,19 @@ def check_bits(session: Session, backend: str, heads: tuple[int, int], dims: tup
     return {"same_bits_as_tight": same, "replays_equal_eager": replayed, "ok": found}
 
 
+def check_blocks(session: Session, heads: tuple[int, int], tokens: int = 1024) -> Row:
+    """Attention by lists of blocks against the varlen kernels."""
+    lengths = [300, 1, 411, 128]
+    tensors = inputs(session, tokens, heads, (128, 128))
+    batch = documents(lengths, tokens, 64, session.device)
+    expected = attend(tensors, attention_metadata(batch, "flash"))
+    grad = tensors[3].masked_fill(batch.padding_mask[:, None, None], 0.0)
+    blocks = flash_blocks.make_blocks(batch.cu_seqlens, tokens)
+    found = flash_blocks.attend_by_blocks(session.block_kernels(), *tensors[:3], blocks, grad)
+    used = sum(lengths)
+    return {"distances": [round(distance(a[:used], b[:used]), 5) for a, b in zip(found, expected, strict=True)]}
+
+
 def _replays(session: Session, backend: str, tensors: list[Tensor], tokens: int) -> bool:
     static = documents([500, 400], tokens, 64, session.device)
     stream, captured = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -207,16 +228,21 @@ def tax_ways(session: Session, backend: str, tensors: list[Tensor], lengths: lis
         return attention_flash._backward(grad, *(x.detach() for x in leaves), *found, meta.cu_seqlens, meta.longest,
                                          scale, False)
 
-    tight = attention_metadata(documents(lengths, tokens, len(lengths), session.device), backend)
-    tight = tight._replace(longest=max(lengths))
-    yield "tight", lambda backward: usual(tight, backward)
-    for capacity in (64, 256, 258) if backend == "flash" else (64, 256):
-        meta = attention_metadata(documents(lengths, tokens, capacity, session.device), backend)
-        yield f"N={capacity}", lambda backward, meta=meta: usual(meta, backward)
+    for capacity in (len(lengths), 64, 256, 258) if backend == "flash" else (len(lengths), 64, 256):
+        meta, name = attention_metadata(documents(lengths, tokens, capacity, session.device), backend), f"N={capacity}"
+        if capacity == len(lengths):
+            meta, name = meta._replace(longest=max(lengths)), "tight"
+        yield name, lambda backward, meta=meta: usual(meta, backward)
+        if backend == "flash" and q.shape[1] > k.shape[1]:
+            yield f"{name} wide", lambda backward, meta=meta: usual(meta, backward, q.shape[1] // k.shape[1])
         if backend == "flash" and capacity == 256:
-            yield f"N={capacity} bare", lambda backward, meta=meta: bare(meta, backward)
-        if backend == "flash" and capacity == 256 and q.shape[1] > k.shape[1]:
-            yield f"N={capacity} wide", lambda backward, meta=meta: usual(meta, backward, q.shape[1] // k.shape[1])
+            yield f"{name} bare", lambda backward, meta=meta: bare(meta, backward)
+    if backend == "flash":
+        functions = session.block_kernels()
+        blocks = flash_blocks.make_blocks(meta.cu_seqlens, tokens)
+        yield "blocks", lambda backward: flash_blocks.attend_by_blocks(
+            functions, *(x.detach() for x in leaves), blocks, grad if backward else None)
+        yield "lists", lambda backward: flash_blocks.make_blocks(meta.cu_seqlens, tokens)
 
 
 def measure_tax(session: Session, backend: str, tokens: int, heads: tuple[int, int]) -> None:
@@ -237,7 +263,7 @@ def measure_tax(session: Session, backend: str, tokens: int, heads: tuple[int, i
         session.attempt("tax", measured, backend=backend, tokens=tokens, heads=list(heads), way=name)
 
 
-def measure_compile(session: Session, tokens: int, merge: bool, compiled: bool) -> Row:
+def measure_compile(session: Session, tokens: int, merge: bool, compiled: bool | Mapping[str, Any]) -> Row:
     """Milliseconds of forward and backward of one microbatch in chunk graphs, and what getting ready took."""
     shape = "qwen3-0.6b" if session.cuda else "tiny"
     config = replace(SHAPES[shape], merge_projections=merge)
@@ -246,8 +272,8 @@ def measure_compile(session: Session, tokens: int, merge: bool, compiled: bool) 
     capacity = Capacity(tokens, 64)
     batches = [batch.to(session.device) for batch in draw_batches(capacity, 6, config.vocab_size, mean=1024.0 if
                session.cuda else 12.0, sigma=1.5, seed=0)]
-    compiler: bool | str = compiled and (session.cuda or "aot_eager")
-    graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True, compile=compiler)
+    graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True,
+                    compile=compiled if session.cuda or not compiled else "aot_eager")
     losses = []
     for batch in batches:
         loss = graphed(batch)
@@ -298,12 +324,21 @@ def run(session: Session) -> None:
         what = {"backend": backend, "heads": list(large), "dims": list(dims)}
         session.attempt("naive", lambda backend=backend: check_against_naive(session, backend, large, dims), **what)
         session.attempt("bits", lambda backend=backend: check_bits(session, backend, large, dims), **what)
+    if "flash" in backends:
+        session.attempt("blocks", lambda: check_blocks(session, large), heads=list(large))
     for backend in backends:
         measure_tax(session, backend, 4096 if session.cuda else 64, large)
-    for tokens in (1024, 4096) if session.cuda else (32,):
-        for compiled, merge in ((False, False), (True, False), (True, True)):
-            session.attempt("compile", lambda t=tokens, m=merge, c=compiled: measure_compile(session, t, m, c),
-                            tokens=tokens, merge_projections=merge, compile=compiled)
+    tuned = {"max_autotune": True, "coordinate_descent_tuning": True}
+    plan: list[tuple[int, bool | Mapping[str, Any], bool]] = [
+        (1024, False, False), (1024, True, False), (1024, {"combo_kernels": True}, False), (8192, True, False),
+        (1024, True, True)]
+    for tokens, compiled, merge in plan if session.cuda else [(32, False, False), (32, True, False), (32, True, True)]:
+        session.attempt("compile", lambda t=tokens, m=merge, c=compiled: measure_compile(session, t, m, c),
+                        tokens=tokens, merge_projections=merge, compile=compiled)
+    if "flash" in backends:
+        measure_tax(session, "flash", 1024, large)
+    if session.cuda:
+        session.attempt("compile", lambda: measure_compile(session, 1024, False, tuned), tokens=1024, compile=tuned)
     if "flash" in backends:
         for heads, dims in (((16, 16), (128, 128)), ((4, 4), (192, 128))):
             what = {"backend": "flash", "heads": list(heads), "dims": list(dims)}
