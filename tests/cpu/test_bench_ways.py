@@ -81,6 +81,7 @@ def test_ways_compute_what_eager_does(part: str, name: str) -> None:
         assert way.graphed.stats.replayed > len(draws) and used["capture_layer_seconds"] > 0
         assert (len(shapes) > 1) == name.startswith("auto") and shapes <= set(way.capacities)
         assert (used["compiled"] > 0) == name.endswith("+compile")
+        assert used["by_autograd"] == 0, "a schedule replays without autograd"
     else:
         assert used["shapes"] == "own" and used["capture_seconds"] is None
     way.close()

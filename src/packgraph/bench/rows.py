@@ -3,6 +3,7 @@
 A row says what was run (benchmark, way, shapes), the figures, the device, the versions and the commit. The invariant:
 every way that was asked for has a row; one that could not be measured has its `reason` in it instead of figures.
 """
+import importlib.metadata
 import json
 import math
 import platform
@@ -21,6 +22,7 @@ import packgraph
 # What running a model under a compiler or a capture may raise; running out of memory is a RuntimeError.
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError)
 TABLE_WIDTH = 170
+KERNEL_PACKAGES = ("triton", "flash-attn-4")  # whose versions decide about times, too
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -61,8 +63,15 @@ def facts(device: torch.device, commit: str | None) -> Row:
     """What every row says about where it was measured. commit: None looks into the git checkout."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                "packgraph": packgraph.__version__}
+                "packgraph": packgraph.__version__} | {name: _installed(name) for name in KERNEL_PACKAGES}
     return {"device": name, "versions": versions, "commit": commit or commit_of_source()}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class Rows:

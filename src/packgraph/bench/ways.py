@@ -157,7 +157,9 @@ class Graphed(Way):
         super().__init__(name, work, capacities)
         self.call = self.graphed = graph(work.model, capacities=self.capacities, granularity=granularity, warmup=0,
                                          slots=1, strict=True, compile=compile)
+        self.graphed.lends = work.hidden is not None  # as a pipeline does: gradients of hidden states stay in the slot
         self.used: dict[Capacity, PackedBatch] = {}
+        self.by_autograd = 0
 
     def prepare(self, batches: Sequence[PackedBatch]) -> None:
         self.used = {batch.capacity: batch for batch in batches}
@@ -175,6 +177,7 @@ class Graphed(Way):
             out = claim.forward(arguments, {})
             claim.backward(incoming)
             return out
+        self.by_autograd += 1
         out = claim.run(arguments, {}) if isinstance(claim, Claim) else self.graphed.fall_back(claim, arguments, {})
         torch.autograd.backward(out, incoming)
         return out.detach()
@@ -187,7 +190,7 @@ class Graphed(Way):
     def facts(self) -> dict[str, Any]:
         stats = self.graphed.stats
         return super().facts() | per_layer(stats.capture_seconds, self.work, len(self.used)) | {
-            "pool_bytes": stats.pool_bytes, "compiled": stats.compiled}
+            "pool_bytes": stats.pool_bytes, "compiled": stats.compiled, "by_autograd": self.by_autograd}
 
     def complaint(self) -> str | None:
         fallbacks = dict(self.graphed.stats.fallbacks)
