@@ -1,0 +1,54 @@
+"""Compiled stages where a model is split over ranks: graphs of them equal the same code run eagerly, on every rank."""
+import dataclasses
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from distkit import run_ranks
+from trainkit import tiny, trainer
+
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.parameters import local_tensor
+from packgraph.parallel.mesh import Layout
+from packgraph.train.options import ParallelConfig
+from packgraph.train.signals import StopRequest
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+NEVER = 10**6
+
+
+def config(layout: Layout, **options):
+    made = tiny(graph=True, steps=4, checkpoint_every=100)
+    model = dataclasses.replace(made.model, tie_embeddings=False, num_heads=4, num_kv_heads=2)
+    return dataclasses.replace(made, model=model, parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp),
+                               graph=dataclasses.replace(made.graph, compile=True, strict=True, **options))
+
+
+def traced(*args, compile, **options):
+    """torch's tracing compiler instead of the one that generates code."""
+    return graph(*args, compile="aot_eager" if compile else False, **options)
+
+
+def go(mesh, folder, settings):
+    """This rank's tensors at the end of a run, and what its graphs did."""
+    with mock.patch("packgraph.train.executor.graph", traced), \
+            mock.patch("packgraph.train.stage_executor.graph", traced):
+        run = trainer(Path(folder), settings, mesh=mesh)
+        try:
+            summary = run.run(StopRequest())
+            parameters = {name: local_tensor(value.detach()).clone() for name, value in run.model.named_parameters()}
+            return parameters, summary["replayed"], summary["compiled"]
+        finally:
+            run.close()
+
+
+@pytest.mark.parametrize(("layout", "granularity"), [
+    (Layout(tp=2), "chunk"), (Layout(dp=1, pp=2), "layer"), (Layout(dp=1, pp=2), "step")],
+    ids=["TP2", "PP2", "PP2-step"])
+def test_graphs_of_compiled_stages_equal_the_stages(layout, granularity, tmp_path):
+    eager, graphs = (run_ranks(go, 2, str(tmp_path / name), config(layout, warmup=warmup, granularity=granularity),
+                               layout=layout, seconds=240.0) for name, warmup in (("eager", NEVER), ("graph", 2)))
+    for (expected, none, _), (got, replayed, compiled) in zip(eager, graphs, strict=True):
+        assert none == 0 and replayed > 0 and compiled > 0
+        assert not [name for name in got if not torch.equal(expected[name], got[name])]
