@@ -3,6 +3,7 @@
 #
 #   OUT=benchmarks/results bash benchmarks/h200.sh            every way with the attention of its own stack
 #   OUT=... ATTENTION=flash bash benchmarks/h200.sh           the same attention everywhere (flash, varlen)
+#   OUT=... LIMIT=900 bash benchmarks/h200.sh                 everything, if there is time for it
 #
 # Rows are appended to $OUT/h200_$ATTENTION.jsonl as they come, tables and messages to $OUT/h200_$ATTENTION.log.
 # Every command has a process of its own: what one of them breaks, or the profiler that it loads, ends with it.
@@ -26,30 +27,36 @@ bench() { # SECONDS WORDS...: one benchmark that begins nothing further after SE
         return
     fi
     ((seconds < left)) || seconds=$left
-    timeout -k 5 $((seconds + GRACE)) "$PYTHON" -m packgraph.cli bench "$@" --seconds "$seconds" --device cuda \
+    timeout -k 10 $((seconds + GRACE)) "$PYTHON" -m packgraph.cli bench "$@" --seconds "$seconds" --device cuda \
         --out "$NAME.jsonl" ${COMMIT:+--commit "$COMMIT"} 2>>"$NAME.log"
     local code=$?
     echo "$SECONDS s: exit $code of: $*" >>"$NAME.log"
 }
 
-# Those that decide first; the later ones are the first to be left out when time is up.
-WAYS="eager compile reduce-overhead chunk+compile auto+compile chunk graphed-callables whole-padded layer layer+compile
-    auto"
-STEP="step --part layers --attention $ATTENTION --buckets 3 --ways $WAYS"
+# Ways that decide, everywhere; then what else there is, as long as there is time.
+FIRST="eager compile reduce-overhead chunk+compile auto+compile chunk"
+SECOND="eager graphed-callables whole-padded layer layer+compile auto"
+THIRD="eager graphed-callables+compile whole-padded+compile"
+STEP="step --part layers --attention $ATTENTION --buckets 3 --calls 4"
 
-bench 60 $STEP --model qwen3-0.6b --tokens 1024 --rounds 8 --calls 4
-bench 55 $STEP --model qwen3-0.6b --tokens 2048 --rounds 8 --calls 4
-bench 55 $STEP --model qwen3-0.6b --tokens 4096 --rounds 6 --calls 4
-bench 60 $STEP --model qwen3-0.6b --tokens 8192 --rounds 6 --calls 3 --together 6
-bench 50 $STEP --model qwen3-4b --tokens 4096 --rounds 6 --calls 3
-bench 55 $STEP --model qwen3-4b --tokens 16384 --rounds 4 --calls 3 --together 5
+bench 55 $STEP --model qwen3-0.6b --tokens 1024 --rounds 8 --ways $FIRST
+bench 50 $STEP --model qwen3-0.6b --tokens 2048 --rounds 7 --ways $FIRST
+bench 50 $STEP --model qwen3-0.6b --tokens 4096 --rounds 6 --ways $FIRST
+bench 50 $STEP --model qwen3-0.6b --tokens 8192 --rounds 5 --ways $FIRST
+bench 45 $STEP --model qwen3-4b --tokens 4096 --rounds 6 --ways $FIRST
+bench 50 $STEP --model qwen3-4b --tokens 16384 --rounds 4 --ways $FIRST --together 5
 if [ "$ATTENTION" = own ]; then
     bench 20 attention --model qwen3-0.6b --tokens 1024 2048 4096 8192 16384 --draws 3
     bench 25 memory --model qwen3-0.6b --part layers --tokens 8192
-    bench 40 capture --model qwen3-0.6b --part layers --tokens 8192 --ways chunk layer chunk+compile --banks 1 8
-    bench 30 memory --model qwen3-0.6b --part layers --tokens 8192 --compile
+    bench 25 capture --model qwen3-0.6b --part layers --tokens 8192 --ways chunk chunk+compile --banks 1 8
 fi
-# What is left of the time: others' recipes with compiled code in them.
-bench 40 step --part layers --attention "$ATTENTION" --model qwen3-0.6b --tokens 1024 --rounds 6 --calls 4 \
-    --ways eager chunk+compile graphed-callables+compile whole-padded+compile
+bench 35 $STEP --model qwen3-0.6b --tokens 1024 --rounds 6 --ways $SECOND
+bench 35 $STEP --model qwen3-0.6b --tokens 1024 --rounds 6 --ways $THIRD
+for tokens in 4096 2048 8192; do
+    bench 40 $STEP --model qwen3-0.6b --tokens $tokens --rounds 5 --ways $SECOND
+done
+if [ "$ATTENTION" = own ]; then
+    bench 30 memory --model qwen3-0.6b --part layers --tokens 8192 --compile
+    bench 30 capture --model qwen3-0.6b --part layers --tokens 8192 --ways layer layer+compile --banks 1 8
+fi
 exit 0

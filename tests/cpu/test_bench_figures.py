@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from packgraph import cli
 from packgraph.bench.bucket_choice import bucket_request, planned_buckets
-from packgraph.bench.busy import busy_share, device_intervals, union_length
+from packgraph.bench.busy import Busy, busy_time, device_intervals, union_length
 from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import WINDOW, draw_batches, draw_lengths, refit, shape, zero_gradients
@@ -69,7 +69,8 @@ def test_only_work_of_the_device_is_busy_time() -> None:
 
     events = [event(0, 9, DeviceType.CPU), event(1, 3, DeviceType.CUDA), event(0, 8, DeviceType.CUDA, annotation=True)]
     assert device_intervals(events) == [(1, 3)]
-    assert busy_share(CPU, lambda: None) is None
+    assert busy_time(CPU, lambda: None, lambda: None) is None
+    assert Busy(3.0, 4.0).share == 0.75 and Busy(4.2, 4.0).share == 1.0
 
 
 def test_torch_profiler_tells_what_busy_time_is_made_of() -> None:

@@ -15,6 +15,7 @@ import pytest
 from packgraph.bench.command import _parser, _problems
 from packgraph.bench.results import markdown, newest, read_rows
 from packgraph.bench.rows import median, quantile, value
+from packgraph.bench.ways import STEP_WAYS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "h200.sh"
@@ -142,8 +143,12 @@ def test_the_script_for_a_gpu_runs_benchmarks_that_there_are(tmp_path: Path) -> 
         asked = _parser().parse_args(words)
         assert _problems(asked) == [] and asked.device == "cuda" and asked.out is not None
         assert asked.benchmark != "step" or (asked.part == "layers" and asked.ways[0] == "eager")
-    assert [words[0] for words in own] == ["step"] * 6 + ["attention", "memory", "capture", "memory", "step"]
-    assert [words[0] for words in flash] == ["step"] * 7
+    sizes = [[words[words.index("--model") + 1], words[words.index("--tokens") + 1]] for words in own[:6]]
+    assert sizes == [["qwen3-0.6b", "1024"], ["qwen3-0.6b", "2048"], ["qwen3-0.6b", "4096"], ["qwen3-0.6b", "8192"],
+                     ["qwen3-4b", "4096"], ["qwen3-4b", "16384"]], "the whole grid before anything else"
+    assert {words[0] for words in own} == {"step", "attention", "memory", "capture"}
+    assert {way for words in own if words[0] == "step" for way in _parser().parse_args(words).ways} == set(STEP_WAYS)
+    assert {words[0] for words in flash} == {"step"}
     assert all("--commit abc123" in " ".join(words) and "--attention flash" in " ".join(words) for words in flash)
 
 

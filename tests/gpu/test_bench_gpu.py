@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packgraph.bench.attention import AttentionOptions, bench_attention, usual_backends
-from packgraph.bench.busy import busy_share
+from packgraph.bench.busy import busy_time
 from packgraph.bench.capture import CaptureOptions, bench_capture
 from packgraph.bench.memory import MemoryOptions, bench_memory
 from packgraph.bench.models import shape
@@ -33,7 +33,8 @@ def check(rows: Rows) -> None:
         json.dumps(row)
         assert row["reason"] is None, f"{row['way']}: {row['reason']}"
         assert row["agrees"], f"{row['way']}: {row['loss_difference']}, {row['gradient_difference']}"
-        assert row["gpu_busy"] is not None and 0 < row["gpu_busy"] < 1.1 and row["mfu"] > 0 and row["peak_bytes"] > 0
+        assert row["gpu_busy"] is not None and 0 < row["gpu_busy"] <= 1 and row["kernel_ms"] > 0, row["gpu_busy_reason"]
+        assert row["mfu"] > 0 and row["peak_bytes"] > 0
 
 
 @pytest.mark.parametrize("part", ["layers", "model"])
@@ -68,7 +69,7 @@ def test_attention_memory_and_capture_have_figures() -> None:
 
 def test_a_device_that_is_never_idle_is_busy() -> None:
     left = torch.randn(4096, 4096, device=device(), dtype=torch.bfloat16)
-    share = busy_share(device(), lambda: [left @ left for _ in range(50)])
-    assert share is not None and 0.9 < share < 1.05
-    idle = busy_share(device(), lambda: (left @ left, time.sleep(0.02)))
-    assert idle is not None and idle < 0.5
+    busy = busy_time(device(), lambda: [left @ left for _ in range(50)], lambda: left @ left)
+    assert busy is not None and busy.share > 0.9 and busy.kernel_ms < 1.1 * busy.wall_ms
+    idle = busy_time(device(), lambda: (left @ left, time.sleep(0.02), left @ left), lambda: None)
+    assert idle is not None and idle.share < 0.5

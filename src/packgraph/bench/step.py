@@ -1,12 +1,13 @@
 """`packgraph bench step`: forward and backward of one packed microbatch, by every way, at every number of tokens.
 
-    block of a round    calls x (forward, backward), one after another as in gradient accumulation, then a wait
+    block of a round    one call ahead, then calls x (forward, backward) as in gradient accumulation, then a wait
     all ways            the same documents in the same order, taking turns round by round; a new draw in every call
 
-Times are per call: on the device from the end of one call to the end of the next (for a block's first one from when the
-idle device was given it), on the host the mean of the block. Peak memory is what a way holds beyond parameters and
-gradients, which all ways share. gpu_busy is measured after all rounds, see bench/busy.py; mfu counts the operations
-that the model asks for, see bench/flops.py.
+Times are per call: on the device from the end of one call to the end of the next, on the host the mean of the block.
+The call ahead is not counted: a step of training begins while the device works on the one before, so what the host does
+once a step costs time only where the host is what everything waits for.
+Peak memory is what a way holds beyond parameters and gradients, which all ways share. gpu_busy is measured after all
+rounds, see bench/busy.py; mfu counts the operations that the model asks for, see bench/flops.py.
 """
 import statistics
 from collections.abc import Callable
@@ -15,18 +16,19 @@ from dataclasses import dataclass
 import torch
 
 from packgraph.bench.bucket_choice import bucket_request, planned_buckets
-from packgraph.bench.busy import busy_share
-from packgraph.bench.contest import Check, Contest, Sample, agreement, groups
+from packgraph.bench.busy import busy_time
+from packgraph.bench.contest import Check, Contest, Sample, agreement, attempt_alone, groups
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared_gradients, zero_gradients
 from packgraph.bench.parts import Work, build_part
-from packgraph.bench.rows import FAILURES, Column, Row, Rows, gibibytes, median, quantile, value, why
+from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
 from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, time_block, time_calls
 from packgraph.bench.ways import Setting, Way, make_way, room_for_code
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 
 LEAST_ROUNDS = 3  # of ways that are ready when the time is up
+BUSY_CALLS = 2
 
 COLUMNS: list[Column] = [
     ("tokens", value("tokens")), ("way", value("way")), ("attention", value("attention")),
@@ -93,7 +95,7 @@ class _StepBench:
         attention = model.attention_choice().name if options.attention == "own" else options.attention
         buckets = planned_buckets(bucket_request(config, tokens, options.buckets, attention), options.documents,
                                   mean=options.mean, sigma=options.sigma, seed=options.seed)
-        self.draws = draw_batches(buckets[-1], options.rounds * options.calls, config.vocab_size,
+        self.draws = draw_batches(buckets[-1], options.rounds * options.calls + 1, config.vocab_size,
                                   mean=options.mean, sigma=options.sigma, seed=options.seed)
         self.flops = [model_flops(config, batch.lengths, head=model.last) for batch in self.draws]
         real = min(batch.num_tokens for batch in self.draws)
@@ -120,7 +122,7 @@ class _StepBench:
             if name not in contest.reasons:
                 contest.extras[name] |= self._busy(ways[name])
         for name in list(ways):
-            self._close(contest, ways, name)
+            contest.attempt(name, ways.pop(name).close)
 
     def row(self, contest: Contest, name: str) -> Row:
         """The row of one way at this number of tokens."""
@@ -185,26 +187,30 @@ class _StepBench:
     def _time(self, way: Way, number: int) -> list[Sample]:
         batches, flops = self.batches[way.name][self._block(number)], self.flops[self._block(number)]
         zero_gradients([self.model])
-        laps, host_ms = time_calls(self.device, lambda mark: _run(way, batches, mark))
+        laps, host_ms = time_calls(self.device, lambda mark: _run(way, batches, mark), lambda: self._lead(way))
         return [Sample({"device_ms": lap, "host_ms": host_ms / len(batches)}, batch.num_tokens, work)
                 for lap, batch, work in zip(laps, batches, flops, strict=True)]
 
     def _busy(self, way: Way) -> Row:
-        """Share of the time in which the device is at work, or why it is not known."""
-        try:
-            share = busy_share(self.device, lambda: _run(way, self.batches[way.name][self._block(0)], lambda: None))
-        except FAILURES as error:
-            return {"gpu_busy": None, "gpu_busy_reason": why(error)}
-        return {"gpu_busy": None if share is None else round(share, 4)}
+        """Share of the time in which the device is at work, kernels of a call; or why they are not known."""
+        batches = self.batches[way.name][self._block(0)][:BUSY_CALLS]
+        busy, reason = attempt_alone(
+            lambda: busy_time(self.device, lambda: _run(way, batches), lambda: self._lead(way)), self.deadline)
+        return {"gpu_busy": None if busy is None else round(busy.share, 4), "gpu_busy_reason": reason,
+                "kernel_ms": None if busy is None else round(busy.kernel_ms / len(batches), 4)}
+
+    def _lead(self, way: Way) -> None:
+        """A call ahead of those that count, on a draw of its own."""
+        _run(way, self.batches[way.name][-1:])
 
     def _close(self, contest: Contest, ways: dict[str, Way], name: str) -> None:
-        """Free a way; the ways after it find the memory of the device as this one found it."""
+        """Free a way that failed; those after it find the memory of the device as this one found it."""
         if name in ways:
             contest.attempt(name, ways.pop(name).close)
         free_unused(self.device)
 
 
-def _run(way: Way, batches: list[PackedBatch], mark: Callable[[], None]) -> None:
+def _run(way: Way, batches: list[PackedBatch], mark: Callable[[], None] = lambda: None) -> None:
     with way.steady():
         for batch in batches:
             way.run(batch)

@@ -60,13 +60,17 @@ class Stopwatch:
         return [1000 * (b - a) for a, b in zip(self._times, self._times[1:])]
 
 
-def time_calls(device: torch.device, run: Callable[[Callable[[], None]], object]) -> tuple[list[float], float]:
-    """(milliseconds on the device of each call, milliseconds of the host for all), on a device that was idle before.
+def time_calls(device: torch.device, run: Callable[[Callable[[], None]], object],
+               lead: Callable[[], object] | None = None) -> tuple[list[float], float]:
+    """(milliseconds on the device of each call, milliseconds of the host for all).
 
-    run: makes the calls, and calls what it is given after each of them.
+    run: makes the calls, and calls what it is given after each of them. lead: work that the device is given before, so
+    that the host may run ahead; without it the device is idle when the first call comes.
     """
     watch = Stopwatch(device)
     synchronize(device)
+    if lead is not None:
+        lead()
     begin = time.perf_counter()
     watch.mark()
     run(watch.mark)
@@ -74,13 +78,14 @@ def time_calls(device: torch.device, run: Callable[[Callable[[], None]], object]
     return watch.laps(), host
 
 
-def time_block(device: torch.device, run: Callable[[], object]) -> tuple[float, float]:
-    """(milliseconds on the device, milliseconds of the host) of `run`, on a device that was idle before."""
+def time_block(device: torch.device, run: Callable[[], object], lead: Callable[[], object] | None = None
+               ) -> tuple[float, float]:
+    """(milliseconds on the device, milliseconds of the host) of `run`; lead: see `time_calls`."""
     def once(mark: Callable[[], None]) -> None:
         run()
         mark()
 
-    laps, host = time_calls(device, once)
+    laps, host = time_calls(device, once, lead)
     return laps[0], host
 
 
