@@ -4,11 +4,12 @@ Whatever a user can get wrong ends as one clear block on stderr and exit code 2;
 number, a verification differs) ends with 1. A traceback is shown for our bugs only.
 """
 import argparse
+import contextlib
 import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _import_torch() -> None:
-    """Import torch, which takes seconds. Raises KeyboardInterrupt for a Ctrl-C meanwhile, also for one that is lost.
+@contextlib.contextmanager
+def _no_lost_ctrl_c() -> Iterator[None]:
+    """Around imports that take seconds. Raises KeyboardInterrupt for a Ctrl-C meanwhile, also for one that got lost.
 
     An exception that Python raises in a callback of the import system is printed or dropped, never passed on.
     """
@@ -94,7 +96,7 @@ def _import_torch() -> None:
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        import torch  # noqa: F401
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
     if pressed:
@@ -133,13 +135,14 @@ def _version() -> str:
 
 def _with_clear_errors(command: Any, words: list[str]) -> int:
     """Run a command; turn what a user can cause into one block of text and an exit code."""
-    from packgraph.graphs.errors import CaptureError
-    from packgraph.models.hf import WeightsError
-    from packgraph.train.checkpoint_reader import CheckpointError
-    from packgraph.train.config import ConfigError
-    from packgraph.train.data import DataError
-    from packgraph.train.run_files import RunFileError
-    from packgraph.train.trainer import NonFiniteLossError
+    with _no_lost_ctrl_c():
+        from packgraph.graphs.errors import CaptureError
+        from packgraph.models.hf import WeightsError
+        from packgraph.train.checkpoint_reader import CheckpointError
+        from packgraph.train.config import ConfigError
+        from packgraph.train.data import DataError
+        from packgraph.train.run_files import RunFileError
+        from packgraph.train.trainer import NonFiniteLossError
 
     try:
         return int(command(words))
@@ -198,7 +201,6 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
 
 
 def _train(words: list[str]) -> int:
-    _import_torch()
     from packgraph.train.command_line import options_help
     from packgraph.train.config import ConfigError
     from packgraph.train.presets import PRESETS
@@ -246,7 +248,6 @@ def _verify_problems(config: Any, steps: int | None) -> list[str]:
 
 
 def _verify(words: list[str]) -> int:
-    _import_torch()
     from packgraph.train.config import ConfigError
 
     config, own = _read(words)
@@ -344,14 +345,12 @@ def _refuse_plan(problems: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    _import_torch()
     from packgraph.bench.command import bench
 
     return bench(words)
 
 
 def _export(words: list[str]) -> int:
-    _import_torch()
     from packgraph.train.weights import export
 
     parser = argparse.ArgumentParser(

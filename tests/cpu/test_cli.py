@@ -177,7 +177,7 @@ def test_ctrl_c_that_an_import_swallows_is_not_lost(monkeypatch: pytest.MonkeyPa
     real = builtins.__import__
 
     def swallowing(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "torch" and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if name == "packgraph.train.trainer" and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         return real(name, *rest, **more)
