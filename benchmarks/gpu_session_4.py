@@ -214,15 +214,15 @@ def tax_ways(session: Session, backend: str, tensors: list[Tensor], lengths: lis
     tokens, (q, k, v, grad) = tensors[0].shape[0], tensors
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
-    def usual(meta: AttentionMetadata, backward: bool, repeat: int = 1) -> object:
-        wide = [leaves[0], *(x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in leaves[1:])]
-        out = attention(*wide, meta)
+    def usual(meta: AttentionMetadata, backward: bool, repeat: bool = False) -> object:
+        attention_flash.repeats_heads = lambda tokens, documents, group: repeat
+        out = attention(*leaves, meta)
         return torch.autograd.grad(out, leaves, grad) if backward else out
 
     def bare(meta: AttentionMetadata, backward: bool) -> object:
         scale = q.shape[-1] ** -0.5
         found = attention_flash._forward(*(x.detach() for x in leaves), meta.cu_seqlens, meta.padding_mask,
-                                         meta.longest, scale, False)
+                                         meta.longest, scale, False, True)
         if not backward:
             return found
         return attention_flash._backward(grad, *(x.detach() for x in leaves), *found, meta.cu_seqlens, meta.longest,
@@ -234,7 +234,7 @@ def tax_ways(session: Session, backend: str, tensors: list[Tensor], lengths: lis
             meta, name = meta._replace(longest=max(lengths)), "tight"
         yield name, lambda backward, meta=meta: usual(meta, backward)
         if backend == "flash" and q.shape[1] > k.shape[1]:
-            yield f"{name} wide", lambda backward, meta=meta: usual(meta, backward, q.shape[1] // k.shape[1])
+            yield f"{name} wide", lambda backward, meta=meta: usual(meta, backward, repeat=True)
         if backend == "flash" and capacity == 256:
             yield f"{name} bare", lambda backward, meta=meta: bare(meta, backward)
     if backend == "flash":

@@ -8,7 +8,7 @@ the others end with hidden states.
 
 State: batch and tokens_in_step from `begin`; hidden [T, H], rotary (cos, sin) and attention (metadata) from
 `embed`; the head leaves loss alone. Padding rows of hidden start as exact zeros, so that nothing a padding
-token holds reaches a result, and stay finite from there on.
+token holds reaches a result, and stay finite from there on; their gradients are zeros from the head on.
 """
 import zlib
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ class DecoderStack(nn.Module):
             batch.tokens, batch.padding_mask, self.embed_tokens.weight, split_rows=self.split_rows)
         rotary = self.rotary(batch.position_ids, hidden.dtype)
         return {**state, "hidden": hidden, "rotary": rotary,
-                "attention": attention_metadata(batch, self.attention_choice(hidden.dtype).name)}
+                "attention": attention_metadata(batch, self.attention_choice(hidden.dtype).name, finite_padding=True)}
 
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the loss is left in the state."""

@@ -4,7 +4,12 @@
           cu_seqlens[-1] .. T     padding: the kernels leave these rows of the output and all gradients UNWRITTEN
 
     and a tile that crosses the end of a document READS the rows behind it: the next document's, or padding. Their
-    probability is 0, but 0 times NaN is NaN. So padding is set to zero on the way in too, gradients included.
+    probability is 0, but 0 times NaN is NaN. So padding is set to zero on the way in too, gradients included, unless
+    the caller vouches for finite numbers there (`finite_padding`), as a decoder whose padding begins as zeros can.
+
+With grouped queries the backward sums the gradients of keys and values in float32, in memory that it zeroes for every
+place of a document, filled or not: T + 128 (N + 1) rows. Where places outweigh tokens, keys and values are repeated to
+all heads instead, and their gradients are added up afterwards.
 
 The kernels are two custom operations with shapes known beforehand, so that torch.compile sees one graph around them.
 All that varies is on the device; `longest` is a host bound and `cu_seqlens` has the capacity's length. The library
@@ -28,6 +33,8 @@ from packgraph.ops.attention_metadata import AttentionMetadata
 
 DTYPES = (torch.bfloat16, torch.float16)
 HOPPER, BLACKWELL = 9, (10, 11)  # major compute capabilities
+ROWS_PER_PLACE = 128  # rows of float32 sums for each place of a document
+MOST_REPEATS = 4
 _MODULE = "flash_attn.cute.interface"
 _FORWARD_NEEDS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal",
                   "return_lse", "out", "lse"}
@@ -102,11 +109,26 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, sc
     Raises ValueError where it cannot run, with all reasons.
     """
     _check_supported(q, v)
-    padding = meta.padding_mask[:, None, None]
-    q, k, v = (x.masked_fill(padding, 0.0) for x in (q, k, v))
+    if not meta.finite_padding:
+        padding = meta.padding_mask[:, None, None]
+        q, k, v = (x.masked_fill(padding, 0.0) for x in (q, k, v))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _forward(q, k, v, meta.cu_seqlens, meta.padding_mask, meta.longest, scale, deterministic)[0]
+    group = q.shape[1] // k.shape[1]
+    # Never for bits that are not to depend on the capacity.
+    if not deterministic and repeats_heads(q.shape[0], meta.cu_seqlens.shape[0] - 1, group):
+        k, v = (x.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2) for x in (k, v))
+    return _forward(q, k, v, meta.cu_seqlens, meta.padding_mask, meta.longest, scale, deterministic,
+                    meta.finite_padding)[0]
+
+
+def repeats_heads(tokens: int, documents: int, group: int) -> bool:
+    """Whether keys and values are repeated for the `group` query heads that share them, at a capacity.
+
+    By bytes: the sums that this saves have `tokens + 128 * (documents + 1)` rows of 4 bytes per head, the repeated
+    tensors and their gradients `group * tokens` rows of about 6. Still to be measured.
+    """
+    return 1 < group <= MOST_REPEATS and tokens + ROWS_PER_PLACE * (documents + 1) > 2 * group * tokens
 
 
 def _check_supported(q: Tensor, v: Tensor) -> None:
@@ -122,10 +144,10 @@ def _problems_of(device: torch.device, dtype: torch.dtype, head_dim: int, value_
 
 @torch.library.custom_op("packgraph::flash_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tensor, longest: int, scale: float,
-             deterministic: bool) -> tuple[Tensor, Tensor]:
+             deterministic: bool, finite: bool) -> tuple[Tensor, Tensor]:
     """out [T, Hq, Dv], zero in padding; log-sum-exp float32 [Hq, T], not written in padding.
 
-    padding and deterministic are for the backward.
+    padding, deterministic and finite (whether the gradient of out is finite in padding) are for the backward.
     """
     kernels = _kernels()
     # Zeroed beforehand and not masked afterwards: that would read and write it all once more.
@@ -138,7 +160,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tenso
 
 @_forward.register_fake
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tensor, longest: int, scale: float,
-                    deterministic: bool) -> tuple[Tensor, Tensor]:
+                    deterministic: bool, finite: bool) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
 
@@ -161,16 +183,19 @@ def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, padding, ctx.longest, ctx.scale, ctx.deterministic = inputs
+    q, k, v, cu_seqlens, padding, ctx.longest, ctx.scale, ctx.deterministic, ctx.finite = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, padding)
     ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp, whose gradient nobody has
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, cu_seqlens, padding = ctx.saved_tensors
-    grad = grad.masked_fill(padding[:, None, None], 0.0)
+    q, k, v, out, lse, cu_seqlens, mask = ctx.saved_tensors
+    padding = mask[:, None, None]
+    grad = grad if ctx.finite else grad.masked_fill(padding, 0.0)
     gradients = _backward(grad, q, k, v, out, lse, cu_seqlens, ctx.longest, ctx.scale, ctx.deterministic)
-    return (*gradients, None, None, None, None, None)
+    if ctx.finite:  # otherwise q, k and v were masked on the way in, and their gradients are on the way out
+        gradients = tuple(gradient.masked_fill(padding, 0.0) for gradient in gradients)
+    return (*gradients, None, None, None, None, None, None)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -17,6 +17,8 @@ class AttentionMetadata(NamedTuple):
     cu_seqlens: int32 [N+1], the tail repeats the last value. padding_mask: bool [T], True = padding.
     mask: bool [T, T], True where row may look at column, only for the backend `sdpa`.
     longest: bound on the tokens of one document. backend: name of the backend that this was built for.
+    finite_padding: the caller vouches that rows of padding in q, k, v and in the gradient of the output are finite
+    numbers, so that nobody needs to clear them.
     """
 
     cu_seqlens: Tensor
@@ -24,9 +26,10 @@ class AttentionMetadata(NamedTuple):
     mask: Tensor | None
     longest: int
     backend: str
+    finite_padding: bool = False
 
 
-def attention_metadata(batch: PackedBatch, backend: str) -> AttentionMetadata:
+def attention_metadata(batch: PackedBatch, backend: str, *, finite_padding: bool = False) -> AttentionMetadata:
     """Build the metadata of one microbatch for `backend` (see `packgraph.ops.attention.BACKENDS`)."""
     longest = batch.capacity.longest
     return AttentionMetadata(
@@ -35,6 +38,7 @@ def attention_metadata(batch: PackedBatch, backend: str) -> AttentionMetadata:
         mask=document_mask(batch.document_ids) if backend == "sdpa" else None,
         longest=batch.capacity.tokens if longest is None else longest,
         backend=backend,
+        finite_padding=finite_padding,
     )
 
 
