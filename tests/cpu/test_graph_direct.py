@@ -1,4 +1,5 @@
 """Replaying without autograd equals eager bit by bit where it is offered, and is not offered where it would not."""
+import copy
 import random
 
 import pytest
@@ -206,3 +207,91 @@ def test_a_fallback_in_one_go_is_counted_once():
     for _ in range(3):
         forward_backward(graphed, torch.randn(4, WIDTH), torch.rand(()))
     assert dict(graphed.stats.fallbacks) == {"warm-up": 1} and graphed.stats.replayed == 2
+
+
+def test_more_than_one_number_is_refused_as_autograd_does():
+    graphed = graph(make_chain(), warmup=0)
+    with pytest.raises(RuntimeError, match="scalar"):
+        forward_backward(graphed, torch.randn(4, WIDTH), torch.ones(()))
+
+
+def test_a_tensor_given_twice_at_capture_may_be_two_tensors_later():
+    def run(module, step):
+        torch.manual_seed(4)
+        x, y = torch.rand(WIDTH), torch.rand(WIDTH)
+        return [step(module, *args).detach().clone() for args in ((x, x), (x, y), (y, y))]
+
+    def eager(module, *args):
+        loss = module(*args)
+        loss.backward()
+        return loss
+
+    graphed = graph(Scored(), warmup=0)
+    torch.manual_seed(1)
+    twin = Scored()
+    graphed.load_state_dict(twin.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(run(graphed, forward_backward), run(twin, eager), strict=True))
+
+
+class Stopped(nn.Module):
+    """Cuts its input from whatever made it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x.detach()).mean()
+
+
+def test_static_inputs_collect_no_history_of_autograd():
+    graphed = graph(Stopped(), warmup=0)
+    for _ in range(2):
+        forward_backward(graphed, torch.randn(4, WIDTH, requires_grad=True))
+    (variant,) = graphed._slots.all[0].variants.values()
+    assert variant.direct is not None
+    assert not any(entry.buffer.requires_grad for entry in variant.regions[0].inputs)
+
+
+class Late(nn.Module):
+    """Its second input is read by the second stage only."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.weights, self.length = nn.ParameterList(torch.rand(WIDTH) for _ in range(3)), length
+
+    def begin(self, x, y):
+        return {"hidden": x, "y": y}
+
+    def end(self, state):
+        return state["hidden"]
+
+    def forward(self, x, y):
+        return run_stages(self, x, y)
+
+    def stages(self):
+        return [Stage("attn", 0, self.first),
+                Stage("mlp", 1, lambda state: {"hidden": state["hidden"] * state["y"].sin() * self.weights[2]})]
+
+    def first(self, state):
+        hidden = state["hidden"]
+        for _ in range(self.length):
+            hidden = (hidden * self.weights[0]).sin() * self.weights[1]
+        return {**state, "hidden": hidden}
+
+
+@pytest.mark.parametrize("slots", [None, 1])
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_lent_gradient_outlives_the_backwards_that_follow(slots, length):
+    torch.manual_seed(1)
+    twin = Late(length)
+    graphed = lending(copy.deepcopy(twin), granularity="layer", slots=slots)
+    for _ in range(3):
+        x, y, up = torch.rand(WIDTH, requires_grad=True), torch.rand(WIDTH, requires_grad=True), torch.rand(WIDTH)
+        claim = graphed.claim((x, y), {})
+        claim.ticket.kept = True
+        claim.forward((x, y), {})
+        claim.backward(up)
+        twin(x, y).backward(up)
+        assert torch.equal(claim.input_gradient(0), x.grad) and torch.equal(claim.input_gradient(1), y.grad)
+        claim.ticket.release()

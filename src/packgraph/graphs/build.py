@@ -6,7 +6,7 @@ What is held while capturing decides which memory may be reused: outputs of a re
 is captured, gradients until the region that reads them is. Nothing of the user's state changes: parameters are
 aliased, writes are journalled and undone, random generators are put back.
 """
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,7 @@ class VariantBuild:
         self.exposed: set[tuple[int, int]] = set()
         self.used_eagerly: set[int] = set()
         self.arriving: dict[tuple[int, int], list[tuple[torch.Tensor, Static]]] = defaultdict(list)
+        self.lent: list[torch.Tensor] = []
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Capture all regions for a call with these arguments."""
@@ -113,9 +114,11 @@ class VariantBuild:
             ends.append((origin.producer, origin.number) if origin and origin.producer is not None else None)
             if not observed or number in observed:
                 self._expose(leaf)
-        del result, leaves
+        # `leaves` stay: the outputs may be handed out as static memory and be read when the last backward has run.
+        del result
         state = {}
         backwards = {index: self._capture_backward(index) for index in reversed(self.forwards)}
+        self.lent = []
         regions = dict(reversed(backwards.items()))
         taken_in = [given.get(id(tensor)) for tensor in self.alive]
         return Variant(regions, ends, direct_replay(regions, len(self.program.runs), ends, taken_in))
@@ -288,13 +291,20 @@ class VariantBuild:
             entry.gradient = self.window.static(gradient)
             if origin.producer is not None:
                 self.arriving[(origin.producer, origin.number)].append((gradient, entry.gradient))
+            elif entry.lend:  # read when the last backward has run: none of those to come may take its memory
+                self.lent.append(gradient)
             leaf.grad = None
 
 
 def _numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], first: State, state: State) -> dict[int, int]:
-    """For tensors of the build's first state, by identity: which of the call's tensors they are."""
+    """For tensors of the build's first state, by identity: which of the call's tensors they are.
+
+    A tensor that the call has twice is left out: which of the two places is meant cannot be told, and the next call may
+    well have different tensors there.
+    """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    times = Counter(map(id, tensors))
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors) if times[id(tensor)] == 1}
     return {id(own): numbers[id(leaf)] for leaf, own in zip(tree_leaves(first), tree_leaves(state), strict=True)
             if id(leaf) in numbers}
 

@@ -36,6 +36,12 @@ class Claim:
         """Whether `forward` and `backward` may be used in place of `run` and autograd."""
         return self.variant.direct is not None
 
+    @property
+    def makes_one_number(self) -> bool:
+        """Whether the output is a single number, of which autograd takes the gradient to be one."""
+        assert self.variant.direct is not None
+        return self.variant.direct.out.tensor.numel() == 1
+
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Replay the forward alone: the call's output, an alias of the slot's memory that autograd knows nothing of."""
         assert self.variant.direct is not None

@@ -48,7 +48,7 @@ class Direct:
         ticket.pending.add(0)
         for number, buffer, address in self.copies:
             if tensors[number].data_ptr() != address:
-                buffer.copy_(tensors[number])
+                buffer.copy_(tensors[number].detach())
         for graph in self.forwards:
             graph.replay()
         return self.out.tensor

@@ -21,7 +21,7 @@ def forward_backward(graphed: GraphedModule, *args: Any, before: Callable[[torch
     memory of the slot, so it holds its value only until the next call.
     """
     claim = graphed.claim(args, {}) if before is None else None
-    if isinstance(claim, Claim) and claim.is_direct:
+    if isinstance(claim, Claim) and claim.is_direct and claim.makes_one_number:
         loss = claim.forward(args, {})
         claim.backward()
         return loss
