@@ -164,6 +164,7 @@ class GraphedModule(Wrapper):
                 variant = self._variant(call, ticket.slot, args, kwargs)
             except CaptureError as error:
                 self._failed.add(call.key)
+                self._steady = self._steady and Steady(self.module, self.device.type)  # it knows this call as fine
                 self._complain(error)
                 return fallback.CAPTURE_FAILED
             on_error.pop_all()
@@ -175,10 +176,10 @@ class GraphedModule(Wrapper):
         """For a schedule: promise that in this block nothing about the module changes but the values of its tensors.
 
         What graphs have baked is then compared once, at the start, instead of at every call, and nobody replaces
-        `.grad` of its parameters in between.
+        `.grad` of its parameters in between, as another graphed module with the same parameters would.
         """
         if self._fingerprint is not None and self._check_fingerprint() is None:
-            self._steady = Steady()
+            self._steady = Steady(self.module, self.device.type)
         try:
             yield
         finally:
@@ -229,7 +230,7 @@ class GraphedModule(Wrapper):
 
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""
-        self._closed = True
+        self._closed, self._steady = True, None
         self._slots.clear()
 
     def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:

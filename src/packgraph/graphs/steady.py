@@ -10,40 +10,45 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.signature import Signature
+from packgraph.graphs.signature import Signature, modes
 from packgraph.packing.batch import PackedBatch
 
 
 class Steady:
     """Calls that could be replayed in this block, by what tells them apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: torch.nn.Module, device_type: str) -> None:
+        self._module, self._device_type = module, device_type
         self._known: dict[Hashable, Signature] = {}
 
     def recall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | None:
-        """The signature of a call like one that was replayed in this block; None when it has to be looked at."""
-        if kwargs or fallback.bypass_reason() is not None or not torch.is_grad_enabled():
+        """The signature of a call like one that was replayed in this block; None when it has to be looked at.
+
+        What the caller may change around a single call (modes, evaluation, hooks on what autograd saves) is no part of
+        the promise of a steady block.
+        """
+        if kwargs or fallback.bypass_reason() is not None or not torch.is_grad_enabled() or not self._module.training \
+                or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
             return None
-        return self._known.get(_facts(args))
+        return self._known.get(self._facts(args))
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Signature) -> None:
         """Note that calls like this one can be replayed."""
-        facts = _facts(args)
+        facts = self._facts(args)
         if facts is not None and not kwargs:
             self._known[facts] = call
 
-
-def _facts(args: tuple[Any, ...]) -> Hashable:
-    """All that a call's key depends on while modes stay as they are; None for calls with other arguments."""
-    facts: list[Hashable] = []
-    for arg in args:
-        if type(arg) is PackedBatch:
-            facts.append((arg.capacity, arg.data.device))
-        elif type(arg) is torch.Tensor:
-            facts.append((arg.shape, arg.dtype, arg.requires_grad, arg.stride(), arg.device))
-        else:
-            return None
-    return tuple(facts)
+    def _facts(self, args: tuple[Any, ...]) -> Hashable:
+        """All that a call's key depends on; None for calls with other arguments."""
+        facts: list[Hashable] = [modes(self._device_type)]
+        for arg in args:
+            if type(arg) is PackedBatch:
+                facts.append((arg.capacity, arg.data.device))
+            elif type(arg) is torch.Tensor:
+                facts.append((arg.shape, arg.dtype, arg.requires_grad, arg.stride(), arg.device))
+            else:
+                return None
+        return tuple(facts)
 
 
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -1,0 +1,82 @@
+"""A steady block looks at calls only briefly, but at all that may differ between two of its calls."""
+import pytest
+import torch
+from torch import nn
+
+from packgraph.graphs import graphed as graphed_module
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.microbatch import forward_backward
+
+
+class Scored(nn.Module):
+    """A linear layer and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).tanh().mean()
+
+
+def prepared():
+    """A graphed module that has its graphs, and a call's argument."""
+    torch.manual_seed(0)
+    graphed, x = graph(Scored(), warmup=0), torch.randn(3, 4)
+    forward_backward(graphed, x)
+    return graphed, x
+
+
+def test_evaluation_is_seen():
+    graphed, x = prepared()
+    with graphed.steady():
+        forward_backward(graphed, x)
+        graphed.eval()
+        graphed(x)
+    assert dict(graphed.stats.fallbacks) == {"evaluation mode": 1}
+
+
+def test_closing_is_seen():
+    graphed, x = prepared()
+    with graphed.steady():
+        forward_backward(graphed, x)
+        graphed.close()
+        graphed(x)
+    assert dict(graphed.stats.fallbacks) == {"closed": 1} and not graphed._slots.all
+
+
+def test_autocast_is_seen():
+    graphed, x = prepared()
+    with graphed.steady():
+        forward_backward(graphed, x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(graphed(x), graphed.module(x))
+        assert torch.equal(graphed(x), graphed.module(x))
+
+
+def test_hooks_on_saved_tensors_are_seen():
+    graphed, x = prepared()
+    with graphed.steady():
+        forward_backward(graphed, x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            graphed(x)
+    assert sum(graphed.stats.fallbacks.values()) == 1
+
+
+def test_a_capture_that_fails_is_not_tried_again(monkeypatch):
+    graphed, x = prepared()
+    tries = []
+
+    def fail(*_):
+        tries.append(1)
+        raise CaptureError("no memory is left", None, "use fewer slots")
+
+    monkeypatch.setattr(graphed_module, "capture_variant", fail)
+    with graphed.steady():
+        held = graphed.claim((x,), {})
+        with pytest.warns(UserWarning, match="no memory is left"):
+            assert graphed.claim((x,), {}) == "capture failed"
+        assert graphed.claim((x,), {}) == "capture failed"
+    held.ticket.release()
+    assert len(tries) == 1
