@@ -11,7 +11,7 @@ once per step, on host facts, about what they are going to run.
 import contextlib
 import warnings
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,6 +58,7 @@ class Pipeline:
         self.num_stages = len(self.chunks) * links.size
         for chunk in self.chunks:
             chunk.lends = True
+        self._alone = _without_company(self.chunks)
         self._plain = False
         self._watched: int | None = None  # the microbatch whose outputs are looked at: they need autograd's graph
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -109,7 +110,7 @@ class Pipeline:
         if whole is not None and self._whole_step_is_ready(batches, tokens_in_step):
             return whole(tokens_in_step, *batches)
         with contextlib.ExitStack() as steady:
-            for chunk in self.chunks:
+            for chunk in self._alone:
                 steady.enter_context(chunk.steady())
             return self._run(batches, tokens_in_step, before_last)
 
@@ -138,6 +139,16 @@ class Pipeline:
     def _run(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, before_last: BeforeLast | None = None
              ) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._crash)
+            self._fly(batches, tokens_in_step, loss, before_last)
+            on_error.pop_all()
+        self.links.sum(loss)
+        return loss
+
+    def _fly(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, loss: torch.Tensor,
+             before_last: BeforeLast | None) -> None:
+        """All actions of a step; adds the losses up in `loss`."""
         last = len(batches) - 1
         self._watched = None if before_last is None else last
         for op in self._row(len(batches)):
@@ -155,8 +166,6 @@ class Pipeline:
                     before_last(stage // self.links.size, out)
                 self._backward(op.action)
         self._drain()
-        self.links.sum(loss)
-        return loss
 
     def close(self) -> None:
         """Free all graphs; to be called before the process groups go."""
@@ -280,7 +289,24 @@ class Pipeline:
         flight = self._flights.pop((action.stage, action.microbatch))
         self._leaving[action.stage // self.links.size].append(flight)
 
+    def _crash(self) -> None:
+        """An error has ended the step: forget its flights and give their slots back, for the next step needs them."""
+        for flight in [*self._flights.values(), *(flight for leaving in self._leaving.values() for flight in leaving)]:
+            if flight.ticket is not None:
+                flight.ticket.release()
+        self._flights.clear()
+        for leaving in self._leaving.values():
+            leaving.clear()
+
     def _drain(self) -> None:
         for leaving in self._leaving.values():
             while leaving:
                 leaving.popleft().finish()
+
+
+def _without_company(chunks: Sequence[GraphedModule]) -> list[GraphedModule]:
+    """The chunks that share no parameter with another: others may put `.grad` of a shared one into their own buffer."""
+    owned = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
+    users = Counter(parameter for parameters in owned for parameter in parameters)
+    return [chunk for chunk, parameters in zip(chunks, owned, strict=True)
+            if all(users[parameter] == 1 for parameter in parameters)]

@@ -1,0 +1,90 @@
+"""A pipeline of one rank: what an error leaves behind, and chunks that share parameters."""
+import pytest
+import torch
+from torch import nn
+
+import packgraph
+from packgraph.graphs.graphed import graph
+from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.parallel.links import Links
+from packgraph.parallel.pipeline import Pipeline
+
+CAPACITY = packgraph.Capacity(24, 4)
+TOKENS = torch.tensor(15)
+
+
+def model():
+    return DenseModel(DenseConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
+                                  num_kv_heads=1, head_dim=8, tie_embeddings=False), seed=1)
+
+
+def pipeline(*chunks):
+    return Pipeline(chunks, Links([0], {}, None, None), 16, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_step_after_an_error_finds_all_slots_free(slots):
+    graphed, twin = graph(model(), warmup=0, slots=slots), model()
+    alone = pipeline(graphed)
+    batches = [packgraph.PackedBatch.build([[1, 2, 3, 4 + i], [5, 6, 7]], CAPACITY) for i in range(3)]
+    alone.step(batches, TOKENS)
+
+    def interrupt(chunk, out):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            alone.step(batches, TOKENS, interrupt)
+        assert graphed._slots.in_flight() == 0
+    for parameter in graphed.parameters():
+        parameter.grad = None
+    found, expected = alone.step(batches, TOKENS), torch.zeros(())
+    for batch in batches:
+        loss = twin(batch, TOKENS)
+        loss.backward()
+        expected += loss.detach()
+    assert torch.equal(found, expected)
+    for ours, theirs in zip(graphed.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_chunks_that_share_a_parameter_look_at_gradients_in_every_call():
+    first, second, third = (graph(nn.Linear(4, 4), warmup=0) for _ in range(3))
+    second.module.bias = first.module.bias
+    assert pipeline(first, second, third)._alone == [third]
+
+
+class Scored(nn.Module):
+    """A layer and a loss."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x).tanh().mean()
+
+
+def test_what_two_graphed_modules_add_to_a_shared_gradient_is_lost_only_where_both_are_called_steady():
+    """Why such chunks are left out of steady blocks: each module has a buffer of its own for the shared gradient."""
+    lost = []
+    for steady in (False, True):
+        layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+        modules = [graph(Scored(layer), warmup=0) for _ in range(2)]
+        for module in modules:
+            module.build([(x,)])
+        blocks = [module.steady() for module in modules] if steady else []
+        for block in blocks:
+            block.__enter__()
+        for module in modules * 2:
+            claim = module.claim((x,), {})
+            claim.forward((x,), {})
+            claim.backward()
+        for block in blocks:
+            block.__exit__(None, None, None)
+        found = layer.weight.grad.clone()
+        layer.weight.grad = None
+        for module in modules * 2:
+            module.module(x).backward()
+        lost.append(not torch.equal(found, layer.weight.grad))
+    assert lost == [False, True]
