@@ -21,7 +21,9 @@ def test_kernel_equals_the_operations(dtype, size):
     torch.manual_seed(0)
     logits = (4 * torch.randn(6, size)).to(dtype)
     logits[1, 7] = 60.0  # a target with probability 1
-    labels = torch.tensor([3, 7, IGNORED, size - 1, 0, 5])
+    logits[4, 1 : size - 40] = -float("inf")  # words that are ruled out, whole blocks of them
+    logits[5, : size - 40] = -float("inf")
+    labels = torch.tensor([3, 7, IGNORED, size - 1, 0, size - 2])
     expected_losses, losses = torch.empty(6), torch.empty(6)
     expected = naive_gradient_of_logits(logits.clone(), labels, expected_losses, wanted=True)
     logits_to_gradients(logits, labels, losses)

@@ -6,7 +6,6 @@ failed capture is ended before the error leaves, so that the stream and the gene
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -25,12 +24,12 @@ class CudaPool:
         self.live = 0
         self.handle = torch.cuda.graph_pool_handle()
 
-    def enter(self) -> Any:
-        """The handle for another capture."""
+    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Begin the capture of another graph into this pool, on the current stream."""
         if self.live == 0:
             self.handle = torch.cuda.graph_pool_handle()
+        graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
         self.live += 1
-        return self.handle
 
     def segments(self) -> list[dict[str, int]]:
         """The allocator's segments of this pool."""
@@ -97,7 +96,7 @@ class CudaWindow:
         """Capture the work that `run` launches; nothing executes."""
         graph, pool = self._new_graph(), self.brief if brief else self.pool
         with torch.cuda.stream(self.backend.stream):
-            graph.capture_begin(pool=pool.enter(), capture_error_mode="thread_local")
+            pool.begin(graph)
             ended = False
             try:
                 result = run()

@@ -29,7 +29,8 @@ def _row(logits, labels, losses, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
         column = first + tl.arange(0, BLOCK)
         value = tl.load(start + column, mask=column < SIZE, other=-float("inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(value, 0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(value - larger), 0)
+        shift = tl.where(larger == -float("inf"), 0.0, larger)  # so far nothing but -inf, and inf - inf is no number
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(value - shift), 0)
         largest = larger
     log_sum = largest + tl.log(total)
     tl.store(losses + row, tl.where(counted, log_sum - at_target, 0.0))
