@@ -44,8 +44,8 @@ def go(mesh, folder, settings):
 
 
 @pytest.mark.parametrize(("layout", "granularity"), [
-    (Layout(tp=2), "chunk"), (Layout(dp=1, pp=2), "layer"), (Layout(dp=1, pp=2), "step")],
-    ids=["TP2", "PP2", "PP2-step"])
+    (Layout(tp=2), "chunk"), (Layout(dp=2), "chunk"), (Layout(dp=1, pp=2), "layer"), (Layout(dp=1, pp=2), "step")],
+    ids=["TP2", "DP2", "PP2", "PP2-step"])
 def test_graphs_of_compiled_stages_equal_the_stages(layout, granularity, tmp_path):
     eager, graphs = (run_ranks(go, 2, str(tmp_path / name), config(layout, warmup=warmup, granularity=granularity),
                                layout=layout, seconds=240.0) for name, warmup in (("eager", NEVER), ("graph", 2)))

@@ -92,7 +92,8 @@ def compile_ahead(program: Program, backend: Backend, observed: Observed,
 
     Raises CaptureError at the line of what cannot be compiled.
     """
-    _once(program, backend, observed, args, kwargs, lambda work: work())
+    with program.compiler.counting() if program.compiler is not None else contextlib.nullcontext():
+        _once(program, backend, observed, args, kwargs, lambda work: work())
 
 
 def _once(program: Program, backend: Backend, observed: Observed, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -13,8 +13,10 @@ both there after the first call, so that a capture compiles nothing; every call,
 import contextlib
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -28,6 +30,7 @@ from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.opaque import CompiledCode, unguarded
 from packgraph.graphs.pieces import Piece
+from packgraph.graphs.products import AddingCode, take_products
 from packgraph.graphs.signature import CONSTANTS
 from packgraph.graphs.traced import refuse_unsafe_graph, written_inputs
 from packgraph.packing.batch import PackedBatch
@@ -68,6 +71,9 @@ class Compiler:
     backend: `inductor`, or `aot_eager`, which traces and differentiates but generates no kernels (for tests). make:
     how a function becomes compiled code, if not by this class's own way. stats: gets the counts. options: of Inductor;
     its own graphs stay off whatever they say. Raises ValueError for names that torch does not know.
+
+    adds_products: whether gradients of weights may be added to `.grad` by the products that make them; set before the
+    first call, and only where nothing but compiled stages uses the weights.
     """
 
     def __init__(self, backend: str, stats: Stats, make: Callable[[Code], Code] | None = None,
@@ -79,11 +85,14 @@ class Compiler:
         if unknown:
             raise ValueError(f"compile: Inductor has no option {', '.join(unknown)}; see torch._inductor.config")
         self.backend, self.stats, self.options = backend, stats, {**options, **NEVER_CUDAGRAPHS}
+        self.adds_products = False
         self._make = make or self._compiled
         self._code: dict[Hashable, Code] = {}
         self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
         self._now = ""
+        self._uses: Counter[int] | None = None
+        self._shared: set[int] = set()
 
     def run(self, pieces: Sequence[Piece], state: State) -> State:
         """Run the stages on `state`. Raises CaptureError at the user's line for what cannot be compiled."""
@@ -126,7 +135,7 @@ class Compiler:
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             nonlocal done
             started = time.perf_counter()
-            code = _build(self.backend, graph, inputs, self.options)
+            code = self._build(graph, inputs)
             done += 1
             if done > 1:
                 self.stats.recompiles[f"{self._now}: other constants"] += 1
@@ -135,6 +144,49 @@ class Compiler:
             return code
 
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+    def _build(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Forward and backward of `graph`, both now, each as CompiledCode."""
+        weights = frozenset(number for number, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
+        with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+            if self.backend == "aot_eager":
+                from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+                return aot_autograd(fw_compiler=partial(self._code_of, as_traced, weights),
+                                    bw_compiler=partial(self._code_of, as_traced, weights, is_backward=True),
+                                    partition_fn=min_cut_rematerialization_partition,
+                                    keep_inference_input_mutations=True)(graph, inputs)
+            from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+            inner: Any = partial(self._code_of, compile_fx_inner, weights)
+            return compile_fx(graph, inputs, inner_compile=inner, config_patches=self.options)
+
+    def _code_of(self, generate: Callable[..., Any], weights: frozenset[int], graph: torch.fx.GraphModule,
+                 inputs: Sequence[Any], is_backward: bool = False, **options: Any) -> Any:
+        """The code that `generate` makes of a traced forward or backward. weights: inputs that are parameters."""
+        refuse_unsafe_graph(graph, inputs)
+        products = take_products(graph, weights) if is_backward and self.adds_products else []
+        if products:
+            inputs = [*inputs, *(inputs[product.weight] for product in products)]  # their totals have the same form
+        written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
+        function = generate(graph, inputs, is_backward=is_backward, **options)
+        code = CompiledCode(function, "backward" if is_backward else "forward", len(inputs), written,
+                            None if is_backward else self._note)
+        return AddingCode(code, products, self._shared) if products else code
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within the block, one forward and its backward, it is found out which tensors several pieces use."""
+        self._uses = Counter()
+        try:
+            yield
+            self._shared |= {address for address, uses in self._uses.items() if uses > 1}
+        finally:
+            self._uses = None
+
+    def _note(self, arguments: Sequence[Any]) -> None:
+        if self._uses is not None:
+            self._uses.update({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
 
 
 def _chain(piece: Piece) -> Code:
@@ -167,43 +219,20 @@ def _shape(leaf: Any) -> Hashable:
     return type(leaf), leaf if isinstance(leaf, CONSTANTS) else None
 
 
-def _is_option(name: str) -> bool:
-    import torch._inductor.config as known
-
-    return name in known.get_config_copy()
-
-
-def _build(backend: str, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Forward and backward of `graph`, both now, each as CompiledCode."""
-    with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
-        if backend == "aot_eager":
-            from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-            return aot_autograd(fw_compiler=_run_as_traced, bw_compiler=_run_as_traced,
-                                partition_fn=min_cut_rematerialization_partition,
-                                keep_inference_input_mutations=True)(graph, inputs)
-        from torch._inductor.compile_fx import compile_fx
-
-        return compile_fx(graph, inputs, inner_compile=_generate,  # type: ignore[arg-type]
-                          config_patches=options)
-
-
-def _run_as_traced(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> CompiledCode:
+def as_traced(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
+    """A traced graph as it is."""
     def run(arguments: list[Any]) -> Any:
         taken = list(arguments)
         arguments.clear()
         return graph(*taken)
 
-    refuse_unsafe_graph(graph, inputs)
-    return CompiledCode(run, "traced", len(inputs), written_inputs(graph))
+    return run
 
 
-def _generate(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> CompiledCode:
-    from torch._inductor.compile_fx import compile_fx_inner
+def _is_option(name: str) -> bool:
+    import torch._inductor.config as known
 
-    refuse_unsafe_graph(graph, inputs)
-    written = written_inputs(graph)  # before: Inductor rewrites the graph
-    return CompiledCode(compile_fx_inner(graph, inputs, **options), "inductor", len(inputs), written)
+    return name in known.get_config_copy()
 
 
 @contextlib.contextmanager

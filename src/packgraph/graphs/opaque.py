@@ -32,7 +32,7 @@ def unguarded() -> Iterator[None]:
 
 class CompiledCode:
     """A compiled forward or backward. function: takes a list of tensors and numbers, which it empties, and returns a
-    list or tuple. mutated: which of them it changes in place.
+    list or tuple. mutated: which of them it changes in place. note: is shown the inputs of every call.
 
     Has what watchers ask an operation of torch for: name, namespace, schema and tags.
     """
@@ -41,8 +41,8 @@ class CompiledCode:
     tags: tuple[torch.Tag, ...] = ()
 
     def __init__(self, function: Callable[[list[Any]], Sequence[Any]], name: str, inputs: int,
-                 mutated: frozenset[int]) -> None:
-        self.function = function
+                 mutated: frozenset[int], note: Callable[[Sequence[Any]], None] | None = None) -> None:
+        self.function, self.note = function, note
         self._boxed_call = True  # tells AOTAutograd that it may hand over its list, so that inputs are freed early
         self.overloadpacket = SimpleNamespace(__name__=name)
         self._schema = SimpleNamespace(is_mutable=bool(mutated), arguments=[
@@ -56,6 +56,8 @@ class CompiledCode:
         if isinstance(mode, CodeWatcher):
             with _python_dispatch._pop_mode_temporarily():
                 return mode.__torch_dispatch__(self, (), tuple(boxed), {})
+        if self.note is not None:
+            self.note(boxed)
         with unguarded():
             return self.function(boxed)
 

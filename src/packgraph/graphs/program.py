@@ -3,6 +3,7 @@
 A module without stages is one stage called `module`: its arguments are the first state, its result the last.
 """
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +19,11 @@ from packgraph.plan.stages import Stage, Staged, State
 class StageCompiler(Protocol):
     """Runs stages as compiled code (graphs/compiler.py, which is loaded only where it is needed: torch takes long)."""
 
+    adds_products: bool
+
     def run(self, pieces: Sequence[Piece], state: State) -> State: ...
+
+    def counting(self) -> AbstractContextManager[None]: ...
 
 
 class Program:
@@ -40,6 +45,8 @@ class Program:
         stages = list(module.stages()) if isinstance(module, Staged) else [Stage("module", 0, partial(_call, module))]
         self.stages = stages
         self.runs: tuple[Run, ...] = cut_runs(stages, self.scope, granularity)
+        if compiler is not None:
+            compiler.adds_products = all(run.captured for run in self.runs)
         self.pieces = {run: pieces_of(stages[run.start : run.stop]) for run in self.runs if compiler and run.captured}
 
     def rebuilt(self) -> "Program":

@@ -1,0 +1,148 @@
+"""Gradients of weights added by the product that makes them, in compiled backwards.
+
+    usual      product -> gradient [O, I] -> written, read, added to `.grad`, which is read and written
+    here       product + `.grad` -> `.grad`, which is read and written        (and rounded once instead of twice)
+
+In the traced backward of a piece the gradient of a linear layer's weight is one matrix product that nothing else reads.
+It is replaced by an operation that adds the product to memory that comes in: the weight's `.grad`. Which weight that is
+is known from the weight itself, which the backward of a linear layer reads, so that layers go on to share their code.
+
+The invariant: eager calls, captures and replays add alike. Where adding in place would be wrong (somebody wants the
+gradient itself: `autograd.grad`, a hook, other uses of the weight), the product is added to zeros and handed on.
+"""
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packgraph.graphs.parameters import has_hooks
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("packgraph::add_product", mutates_args=("total",))
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [O, I] += left [O, T] @ right [T, I], rounded once."""
+    torch.addmm(total, left, right, out=total)
+
+
+@add_product.register_fake
+def _add_product_shapes(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None
+
+
+class Product(NamedTuple):
+    """A gradient that is a product: output `output` of a backward, of the weight that is its input `weight`."""
+
+    output: int
+    weight: int
+
+
+def take_products(graph: torch.fx.GraphModule, weights: Container[int]) -> list[Product]:
+    """Rewrite a traced backward in place: products that are gradients of weights are added to new inputs at its end.
+
+    weights: which inputs of the forward are parameters. Returns the products in the order of the new inputs; their
+    outputs are None from then on.
+    """
+    (output,) = graph.graph.find_nodes(op="output")
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    place = {node.name: number for number, node in enumerate(placeholders)}
+    outputs, found = list(output.args[0]), []
+    last = placeholders[-1] if placeholders else None
+    for number, node in enumerate(outputs):
+        # AOTAutograd's names: input n of the forward is primals_n, and output n of the backward its gradient.
+        weight = place.get(f"primals_{number + 1}")
+        chain = _product_behind(node)
+        if number not in weights or weight is None or chain is None or last is None \
+                or not _same_form(node, placeholders[weight]):
+            continue
+        product, flipped = chain[-1], (len(chain) - 1) % 2 == 1
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"total_{number + 1}")
+        last.meta["val"] = placeholders[weight].meta["val"]
+        left, right = product.all_input_nodes if len(product.all_input_nodes) == 2 else product.all_input_nodes * 2
+        with graph.graph.inserting_before(product):
+            if flipped:
+                left, right = (_flip(graph, operand) for operand in (right, left))
+            adding = graph.graph.call_function(torch.ops.packgraph.add_product.default, (last, left, right))
+        adding.meta["val"] = None
+        outputs[number] = None
+        output.args = (tuple(outputs) if isinstance(output.args[0], tuple) else outputs,)
+        for used in chain:
+            graph.graph.erase_node(used)
+        found.append(Product(number, weight))
+    graph.recompile()
+    return found
+
+
+def _product_behind(node: Any) -> list[torch.fx.Node] | None:
+    """[node, ..., the matrix product], with transpositions in between, if nothing else reads any of them."""
+    chain: list[torch.fx.Node] = []
+    while isinstance(node, torch.fx.Node) and node.op == "call_function" and len(node.users) == 1:
+        chain.append(node)
+        if node.target is aten.mm.default:
+            return chain
+        swaps = node.target is aten.t.default or (node.target is aten.permute.default and node.args[1] == [1, 0])
+        if not swaps:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _same_form(gradient: torch.fx.Node, weight: torch.fx.Node) -> bool:
+    ours, theirs = gradient.meta["val"], weight.meta["val"]
+    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and theirs.is_contiguous()
+
+
+def _flip(graph: torch.fx.GraphModule, operand: torch.fx.Node) -> torch.fx.Node:
+    flipped = graph.graph.call_function(aten.permute.default, (operand, [1, 0]))
+    flipped.meta["val"] = operand.meta["val"].permute(1, 0)
+    return flipped
+
+
+class AddingCode:
+    """A compiled backward whose last inputs are what its products are added to. code: takes a list, as CompiledCode.
+
+    shared: addresses of weights that several pieces use, whose gradients autograd adds up first.
+    """
+
+    def __init__(self, code: Callable[[list[Any]], Sequence[Any]], products: Sequence[Product], shared: set[int]
+                 ) -> None:
+        self.code, self.products, self.shared = code, list(products), shared
+        self._boxed_call = True
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        """The gradients, None for those that were added in place."""
+        totals = [self._total(arguments[product.weight]) for product in self.products]
+        boxed = [*arguments, *(total for total, _ in totals)]
+        arguments.clear()
+        found = list(self.code(boxed))
+        for product, (total, in_place) in zip(self.products, totals, strict=True):
+            found[product.output] = None if in_place else total
+        return found
+
+    def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
+        """What to add to, and whether it is the weight's `.grad`."""
+        if isinstance(weight, torch.nn.Parameter) and weight.data_ptr() not in self.shared and _adds(weight):
+            with torch.no_grad():
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+            if _plain(weight.grad, weight):
+                return weight.grad, True
+        return torch.zeros_like(weight.detach()), False
+
+
+def _adds(weight: torch.nn.Parameter) -> bool:
+    """Whether the backward that is running adds to `.grad` of this weight, and nobody wants to see the gradient."""
+    if has_hooks(weight):
+        return False
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    except RuntimeError:  # the answer for leaves under autograd.grad, which adds to nothing
+        return False
+
+
+def _plain(gradient: Tensor, weight: Tensor) -> bool:
+    return type(gradient) is Tensor and gradient.dtype == weight.dtype and gradient.is_contiguous()

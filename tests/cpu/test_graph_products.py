@@ -1,0 +1,138 @@
+"""Gradients of weights that are added by the product that makes them: where, where not, and with what result."""
+import pytest
+import torch
+from torch import nn
+
+import packgraph
+from packgraph.graphs.opaque import CompiledCode
+from packgraph.graphs.products import AddingCode
+from packgraph.plan.stages import Stage, run_stages
+
+TRACED = "aot_eager"
+
+
+class Chain(nn.Module):
+    """Linear layers, one after the other. reuse: the last layer is the first one again."""
+
+    def __init__(self, reuse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6, bias=number == 0) for number in range(3)]
+        self.layers = nn.ModuleList([*layers, layers[1]] if reuse else layers)
+
+    def begin(self, x):
+        return {"x": x}
+
+    def stages(self):
+        return [Stage("mlp", number, lambda state, layer=layer: {"x": layer(state["x"]).tanh()})
+                for number, layer in enumerate(self.layers)]
+
+    def end(self, state):
+        return state["x"]
+
+    def forward(self, x):
+        return run_stages(self, x)
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch) -> list[bool]:
+    """For every product: whether it was added in place."""
+    torch._dynamo.reset()
+    found: list[bool] = []
+    total = AddingCode._total
+
+    def noting(self, weight):
+        answer = total(self, weight)
+        found.append(answer[1])
+        return answer
+
+    monkeypatch.setattr(AddingCode, "_total", noting)
+    yield found
+    torch._dynamo.reset()
+
+
+def graphed(module: nn.Module, **options):
+    return packgraph.graph(module, **{"warmup": 1, "strict": True, "compile": TRACED, **options})
+
+
+def inputs(count: int = 3):
+    generator = torch.Generator().manual_seed(7)
+    # With gradients: a backward reads a weight only to make the gradient of its layer's input.
+    return [torch.randn(5, 6, generator=generator).requires_grad_() for _ in range(count)]
+
+
+def gradients(module, reason: str | None = None, before=lambda module: None):
+    """Gradients after three microbatches."""
+    for x in inputs():
+        if reason is None:
+            out = module(x)
+        else:
+            with packgraph.eager(reason):
+                out = module(x)
+        before(module)
+        out.square().sum().backward()
+    return [p.grad.clone() for p in module.parameters()]
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_weights_get_their_products_in_place_eagerly_and_in_graphs(added):
+    eager = gradients(graphed(Chain()), "compare")
+    assert added == [False] * 3 + [True] * 9, "compiling ahead adds to nothing, three calls do"
+    module = graphed(Chain())
+    replayed = gradients(module)
+    assert same(eager, replayed) and module.stats.replayed == 2
+    for ours, theirs in zip(replayed, gradients(Chain()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    (variant,) = module._slots.all[0].variants.values()
+    (region,) = variant.regions.values()
+    names = [str(node[0]) for node in region.backward.program if not isinstance(node[0], CompiledCode)]
+    assert names == ["aten._foreach_add_.List"], "that of the one bias"
+
+
+def test_zeros_come_first_where_there_is_no_gradient_yet():
+    def forget(module):
+        module.zero_grad(set_to_none=True)
+
+    assert same(gradients(graphed(Chain()), "compare", forget), gradients(graphed(Chain()), before=forget))
+
+
+def test_whoever_asks_for_the_gradient_itself_gets_it(added):
+    module = graphed(Chain())
+    weights = [layer.weight for layer in module.layers]
+    with packgraph.eager("compare"):
+        found = torch.autograd.grad(module(inputs()[0]).square().sum(), weights)
+    assert not any(added) and all(weight.grad is None for weight in weights)
+    expected = torch.autograd.grad(module.module(inputs()[0]).square().sum(), weights)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reason", ["compare", None])
+def test_hooks_see_the_gradient(reason):
+    seen = []
+    module = graphed(Chain())
+    module.layers[1].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    found = gradients(module, reason)
+    assert len(seen) == 3
+    torch.testing.assert_close(found[2], torch.stack(seen).sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_weights_with_several_uses_are_summed_first(added):
+    eager = gradients(graphed(Chain(reuse=True)), "compare")
+    assert added[4:] == [False, True, False, True] * 3, "of the last layer, which is the second one, and so on"
+    module = graphed(Chain(reuse=True))
+    assert same(eager, gradients(module)) and module.stats.replayed == 2
+
+
+def test_nothing_is_added_in_place_beside_stages_that_are_not_compiled(added):
+    class Mixed(Chain):
+        def stages(self):
+            first, *others = super().stages()
+            return [Stage("attn", 0, first.run), *others]
+
+    eager = gradients(graphed(Mixed(), scope=["mlp"]), "compare")
+    module = graphed(Mixed(), scope=["mlp"])
+    assert same(eager, gradients(module)) and not added
