@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
@@ -23,10 +23,10 @@ CAPACITIES = (Capacity(16, 2), Capacity(32, 4), Capacity(64, 8))
 COUNTS = (3, 4, 1, 6, 2, 5)  # microbatches of the steps: fewer than replicas, uneven, more than ever before
 
 
-def tiny_config(**changes: Any) -> DenseConfig:
+def tiny_config(**changes: Any) -> DecoderConfig:
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 4,
              "num_kv_heads": 2, "head_dim": 8, "tie_embeddings": True}
-    return DenseConfig(**(sizes | changes))
+    return DecoderConfig(**(sizes | changes))
 
 
 def steps_of_packs(steps: int, vocabulary: int = 32, capacities: Sequence[Capacity] = CAPACITIES
@@ -52,7 +52,7 @@ class Run:
                  capacities: Sequence[Capacity] = CAPACITIES, **model: Any) -> None:
         torch.manual_seed(dropout_seed(seed, mesh, sequence=sequence))
         self.mesh, self.device = mesh, device
-        self.model = DenseModel(tiny_config(**model), device=device, dtype=dtype).train()
+        self.model = DecoderModel(tiny_config(**model), device=device, dtype=dtype).train()
         if mesh.size("tp") > 1:
             parallelize(self.model, mesh["tp"], sequence=sequence)
         self.optimizer = Optimizer(self.model.named_parameters(), OptimizerConfig(clip_norm=0.5), mesh)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from packgraph.models.dense import DenseConfig
+from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
@@ -68,7 +68,7 @@ class StopAfter(StopRequest):
 def tiny(graph: bool = False, **run: Any) -> TrainConfig:
     return TrainConfig(
         preset="test",
-        model=DenseConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
+        model=DecoderConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
                           num_kv_heads=1, head_dim=8, dropout=0.1, tie_embeddings=True),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
         graph=GraphConfig(enabled=graph, capacities=CAPACITIES, autotune=False),  # tests count replays

@@ -18,7 +18,7 @@ from packgraph.graphs.fallback import CAPTURE_FAILED
 from packgraph.graphs.opaque import CompiledCode
 from packgraph.graphs.step import GraphedStep
 from packgraph.graphs.traced import refuse_unsafe_graph
-from packgraph.models.dense import DenseModel
+from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stages import Stage, run_stages
 
@@ -33,8 +33,8 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def dense(dropout: float = 0.1, layers: int = 2) -> DenseModel:
-    return DenseModel(dataclasses.replace(SHAPES["tiny"], num_layers=layers, dropout=dropout), seed=3)
+def dense(dropout: float = 0.1, layers: int = 2) -> DecoderModel:
+    return DecoderModel(dataclasses.replace(SHAPES["tiny"], num_layers=layers, dropout=dropout), seed=3)
 
 
 def packs(capacity: Capacity, count: int):

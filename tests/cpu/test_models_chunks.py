@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packgraph
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.plan.chunks import split_layers
 
-CONFIG = DenseConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=5, num_heads=2, num_kv_heads=1,
+CONFIG = DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=5, num_heads=2, num_kv_heads=1,
                      head_dim=8, tie_embeddings=False)
 
 
@@ -42,8 +42,8 @@ def test_no_other_cut_has_a_cheaper_slowest_stage(layers, stages, head_cost):
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
 def test_stages_in_a_row_equal_the_whole_bitwise(stages):
-    whole = DenseModel(CONFIG, seed=3)
-    parts = [DenseModel(CONFIG, seed=3, stage=stage, stages=stages) for stage in range(stages)]
+    whole = DecoderModel(CONFIG, seed=3)
+    parts = [DecoderModel(CONFIG, seed=3, stage=stage, stages=stages) for stage in range(stages)]
     names = [name for part in parts for name in part.state_dict()]
     assert sorted(names) == sorted(whole.state_dict())
     for part in parts:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from packgraph.graphs.graphed import graph
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -28,9 +28,9 @@ def random_batches(count: int) -> list[PackedBatch]:
 @pytest.mark.parametrize(("granularity", "scope"), [
     ("layer", None), ("chunk", None), ("layer", ("attn",)), ("layer", ("mlp",)), ("chunk", ("embed", "head"))])
 def test_graphed_training_is_bitwise_eager_training(granularity, scope, tied):
-    config = DenseConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
-                         head_dim=4, tie_embeddings=tied, dropout=0.1, initializer_range=0.2)
-    eager, captured = DenseModel(config, seed=1), DenseModel(config, seed=1)
+    config = DecoderConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
+                         num_kv_heads=2, head_dim=4, tie_embeddings=tied, dropout=0.1, initializer_range=0.2)
+    eager, captured = DecoderModel(config, seed=1), DecoderModel(config, seed=1)
     graphed = graph(captured, capacities=CAPACITIES, backend="recorder", granularity=granularity, scope=scope,
                     strict=True)
     losses = []

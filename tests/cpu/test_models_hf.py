@@ -6,22 +6,22 @@ import torch
 from model_batches import hand_batch, random_documents
 from safetensors.torch import load_file, save_file
 
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.hf import WeightsError, load_pretrained, save_pretrained
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = DenseConfig(vocab_size=50, hidden_size=24, intermediate_size=36, num_layers=2, num_heads=4, num_kv_heads=2,
+SMALL = DecoderConfig(vocab_size=50, hidden_size=24, intermediate_size=36, num_layers=2, num_heads=4, num_kv_heads=2,
                     head_dim=8, initializer_range=0.2)
 SHAPES = {
     "untied, groups of two": SMALL,
-    "tied, one key head, wide heads": DenseConfig(
+    "tied, one key head, wide heads": DecoderConfig(
         vocab_size=33, hidden_size=20, intermediate_size=48, num_layers=3, num_heads=3, num_kv_heads=1, head_dim=16,
         tie_embeddings=True, rope_theta=1e4, initializer_range=0.2),
-    "no groups, biases, narrow heads": DenseConfig(
+    "no groups, biases, narrow heads": DecoderConfig(
         vocab_size=64, hidden_size=32, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=4,
         attention_bias=True, rms_norm_eps=1e-5, initializer_range=0.3),
-    "tied, groups of four": DenseConfig(
+    "tied, groups of four": DecoderConfig(
         vocab_size=70, hidden_size=40, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=10,
         tie_embeddings=True, initializer_range=0.1),
 }
@@ -35,9 +35,9 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
     assert error <= RELATIVE * theirs.abs().max() + 1e-9, f"{name}: {error} of {theirs.abs().max()}"
 
 
-def randomised(config: DenseConfig, seed: int) -> DenseModel:
+def randomised(config: DecoderConfig, seed: int) -> DecoderModel:
     """A model whose norms and biases are random too, so that no factor of one or zero hides an error."""
-    model = DenseModel(config, seed=seed)
+    model = DecoderModel(config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -117,14 +117,14 @@ def test_reads_what_transformers_writes(shard_size, tied, tmp_path):
 
 
 def test_dtype_is_the_stored_one_unless_asked_otherwise(tmp_path):
-    save_pretrained(DenseModel(SMALL, dtype=torch.bfloat16), tmp_path)
+    save_pretrained(DecoderModel(SMALL, dtype=torch.bfloat16), tmp_path)
     assert load_pretrained(tmp_path)[0].norm.weight.dtype == torch.bfloat16
     assert load_pretrained(tmp_path, dtype=torch.float32)[0].norm.weight.dtype == torch.float32
     assert transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
 
 
 def test_a_tied_checkpoint_may_store_the_head_twice_but_not_differently(tmp_path):
-    save_pretrained(DenseModel(SHAPES["tied, groups of four"]), tmp_path)
+    save_pretrained(DecoderModel(SHAPES["tied, groups of four"]), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -148,7 +148,7 @@ def edit_config(folder, **values) -> None:
 
 
 def test_tensors_that_do_not_fit_are_named_with_their_file(tmp_path):
-    save_pretrained(DenseModel(SMALL), tmp_path)
+    save_pretrained(DecoderModel(SMALL), tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update(extra=torch.zeros(1)))
     with pytest.raises(WeightsError, match=r"extra in model\.safetensors.*no place"):
         load_pretrained(tmp_path)
@@ -177,7 +177,7 @@ def test_tensors_that_do_not_fit_are_named_with_their_file(tmp_path):
     ({"torch_dtype": "int4"}, "dtype is 'int4'"),
 ])
 def test_configs_of_other_models_are_refused_with_all_reasons(values, message, tmp_path):
-    save_pretrained(DenseModel(SMALL), tmp_path)
+    save_pretrained(DecoderModel(SMALL), tmp_path)
     edit_config(tmp_path, **values)
     with pytest.raises(WeightsError, match=message) as caught:
         load_pretrained(tmp_path)
@@ -187,7 +187,7 @@ def test_configs_of_other_models_are_refused_with_all_reasons(values, message, t
 def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_pretrained(tmp_path)
-    save_pretrained(DenseModel(SMALL), tmp_path)
+    save_pretrained(DecoderModel(SMALL), tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     for damaged in (whole[:-10], b"", b"not safetensors at all"):
         (tmp_path / "model.safetensors").write_bytes(damaged)
@@ -211,7 +211,7 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
     ([], "no weight_map"),
 ])
 def test_an_index_may_only_name_files_of_its_folder(weight_map, message, tmp_path):
-    save_pretrained(DenseModel(SMALL), tmp_path)
+    save_pretrained(DecoderModel(SMALL), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(WeightsError, match=message):
@@ -219,7 +219,7 @@ def test_an_index_may_only_name_files_of_its_folder(weight_map, message, tmp_pat
 
 
 def test_a_shard_without_a_promised_tensor_is_named(tmp_path):
-    save_pretrained(DenseModel(SMALL), tmp_path, max_shard_bytes=4096)
+    save_pretrained(DecoderModel(SMALL), tmp_path, max_shard_bytes=4096)
     shard = next(iter(sorted(tmp_path.glob("model-*.safetensors"))))
     tensors = load_file(shard)
     name = next(iter(tensors))
@@ -229,7 +229,7 @@ def test_a_shard_without_a_promised_tensor_is_named(tmp_path):
 
 
 def test_saving_never_replaces_a_checkpoint_and_leaves_no_half_one(tmp_path, monkeypatch):
-    model = DenseModel(SMALL)
+    model = DecoderModel(SMALL)
     save_pretrained(model, tmp_path / "a")
     with pytest.raises(FileExistsError, match="already holds a checkpoint"):
         save_pretrained(model, tmp_path / "a")
@@ -246,5 +246,5 @@ def test_saving_never_replaces_a_checkpoint_and_leaves_no_half_one(tmp_path, mon
 
 def test_a_model_without_qk_norm_is_no_qwen3(tmp_path):
     with pytest.raises(ValueError, match="qk_norm=False"):
-        save_pretrained(DenseModel(DenseConfig(8, 8, 8, 1, 1, 1, 8, qk_norm=False)), tmp_path / "new")
+        save_pretrained(DecoderModel(DecoderConfig(8, 8, 8, 1, 1, 1, 8, qk_norm=False)), tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import packgraph
 from packgraph.bench.models import SHAPES, draw_batches
-from packgraph.models.dense import DenseModel
+from packgraph.models.decoder import DecoderModel
 from packgraph.ops import attention_flash
 from packgraph.ops.attention import attention, attention_metadata
 from packgraph.ops.attention_flash import Kernels, Library, flash_problems, repeats_heads
@@ -183,8 +183,8 @@ def test_heads_are_repeated_where_places_outweigh_tokens(kernels, monkeypatch):
     assert len(seen) == 1, "bits do not depend on the capacity then"
 
 
-def flash_model(**options) -> DenseModel:
-    return DenseModel(dataclasses.replace(SHAPES["tiny"], attention_backend="flash", num_layers=2, **options), seed=3)
+def flash_model(**options) -> DecoderModel:
+    return DecoderModel(dataclasses.replace(SHAPES["tiny"], attention_backend="flash", num_layers=2, **options), seed=3)
 
 
 def test_a_layer_is_one_graph_for_torch_compile(kernels):

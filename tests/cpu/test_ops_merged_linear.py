@@ -9,7 +9,7 @@ from torch import Tensor
 
 import packgraph
 from packgraph.bench.models import SHAPES, draw_batches
-from packgraph.models.dense import DenseModel
+from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.merged import MergedProjections
 from packgraph.ops import merged_linear as merging
 from packgraph.ops.merged_linear import lay_side_by_side, merged_linear, naive_merged_linear, one_matrix
@@ -69,9 +69,9 @@ def test_one_product_each_where_weights_are_adjacent(monkeypatch):
     torch.stack([out.sum() for out in merged_linear(x.requires_grad_(), weights)]).sum().backward()
 
 
-def model(merge: bool, **options) -> DenseModel:
+def model(merge: bool, **options) -> DecoderModel:
     config = dataclasses.replace(SHAPES["tiny"], num_layers=2, merge_projections=merge, **options)
-    return DenseModel(config, seed=4)
+    return DecoderModel(config, seed=4)
 
 
 def merged_modules(whole: torch.nn.Module) -> list[bool]:

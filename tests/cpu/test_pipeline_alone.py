@@ -5,7 +5,7 @@ from torch import nn
 
 import packgraph
 from packgraph.graphs.graphed import graph
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.parallel.links import Links
 from packgraph.parallel.pipeline import Pipeline
 
@@ -14,7 +14,7 @@ TOKENS = torch.tensor(15)
 
 
 def model():
-    return DenseModel(DenseConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
+    return DecoderModel(DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
                                   num_kv_heads=1, head_dim=8, tie_embeddings=False), seed=1)
 
 

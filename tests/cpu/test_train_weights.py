@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from packgraph import cli
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.hf import load_pretrained, save_pretrained
 
-SHAPE = DenseConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
+SHAPE = DecoderConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
                     head_dim=8, rope_theta=5000.0, tie_embeddings=True)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> tuple[Path, list[str]]:
     """Weights of a small model, and the words of a run on little data."""
-    save_pretrained(DenseModel(SHAPE, seed=7), tmp_path / "weights")
+    save_pretrained(DecoderModel(SHAPE, seed=7), tmp_path / "weights")
     rows = [{"text": "to be or not to be " * (1 + index % 3)} for index in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["train", "qwen3-tiny", "--run.init-from", str(tmp_path / "weights"), "--data.source", "jsonl",

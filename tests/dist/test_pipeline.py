@@ -12,7 +12,7 @@ from distkit import RankFailed, run_ranks
 import packgraph
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.parallel.flight import Flight
 from packgraph.parallel.links import Links, make_links
 from packgraph.parallel.mesh import Layout
@@ -28,7 +28,7 @@ WIDTH = 16
 def config(**options):
     shape = {"vocab_size": 50, "hidden_size": WIDTH, "intermediate_size": 32, "num_layers": 4, "num_heads": 2,
              "num_kv_heads": 1, "head_dim": 8, "tie_embeddings": False, "dropout": 0.1}
-    return DenseConfig(**(shape | options))
+    return DecoderConfig(**(shape | options))
 
 
 def microbatches(order, count):
@@ -132,7 +132,7 @@ def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, ove
     if slow:
         links.__class__ = {True: SlowLinks}.get(slow, slow)
     stages = [chunk * ranks + links.rank for chunk in range(chunks)]
-    modules = [DenseModel(config(**(options or {})), seed=1, stage=s, stages=ranks * chunks) for s in stages]
+    modules = [DecoderModel(config(**(options or {})), seed=1, stage=s, stages=ranks * chunks) for s in stages]
     slots = slot_counts(ranks, chunks)[links.rank] if not getattr(links, "early", False) else [9] * chunks
     granularity = way if way in ("layer", "chunk") else "chunk"
     graphed = [graph(module, capacities=CAPACITIES, warmup=0, slots=count, granularity=granularity, strict=True)
@@ -249,7 +249,7 @@ def test_a_pipeline_computes_what_the_whole_model_computes():
     """Gradients differ by the order of sums over microbatches only in rounding; dropout is off."""
     options = {"dropout": 0.0}
     trace = run("chunk", 2, 1, COUNTS[:1], options=options)
-    whole = DenseModel(config(**options), seed=1)
+    whole = DecoderModel(config(**options), seed=1)
     batches = microbatches(random.Random(0), COUNTS[0])
     tokens = torch.tensor(sum(batch.num_loss_tokens for batch in batches))
     loss = torch.zeros(())
@@ -260,13 +260,13 @@ def test_a_pipeline_computes_what_the_whole_model_computes():
     gradients = dict(whole.named_parameters())
     for rank, (facts, _, _) in enumerate(trace):
         torch.testing.assert_close(facts[0], loss, rtol=1e-6, atol=1e-6)
-        names = [n for n, _ in DenseModel(config(**options), seed=1, stage=rank, stages=2).named_parameters()]
+        names = [n for n, _ in DecoderModel(config(**options), seed=1, stage=rank, stages=2).named_parameters()]
         for name, gradient in zip(names, facts[1:], strict=False):
             torch.testing.assert_close(gradient, gradients[name].grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def disagree(mesh):
-    pipeline = Pipeline([graph(DenseModel(config(), stage=mesh.rank, stages=2), warmup=0)], make_links(mesh), WIDTH,
+    pipeline = Pipeline([graph(DecoderModel(config(), stage=mesh.rank, stages=2), warmup=0)], make_links(mesh), WIDTH,
                         torch.float32, torch.device("cpu"))
     batches = microbatches(random.Random(0), 2 + mesh.rank)
     with pytest.raises(PipelineError, match="different microbatches in one step"):
@@ -278,7 +278,7 @@ def test_ranks_with_different_microbatches_say_so_on_all_ranks():
 
 
 def fails(mesh):
-    module = DenseModel(config(), stage=mesh.rank, stages=2)
+    module = DecoderModel(config(), stage=mesh.rank, stages=2)
     pipeline = Pipeline([graph(module, warmup=0)], make_links(mesh), WIDTH, torch.float32, torch.device("cpu"))
     if mesh.rank == 1:
         module.run_head = None

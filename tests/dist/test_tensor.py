@@ -6,7 +6,7 @@ from parallelkit import Run, assert_same_within_rounding, differences, steps_of_
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from packgraph.models.dense import DenseModel
+from packgraph.models.decoder import DecoderModel
 from packgraph.ops.loss import naive_linear_cross_entropy
 from packgraph.parallel.mesh import Layout, Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed, parallelize, tensor_problems
@@ -96,11 +96,11 @@ def test_sizes_that_do_not_divide_are_refused_with_all_reasons():
 
 def refused(mesh):
     with pytest.raises(ValueError, match="num_kv_heads to be a multiple"):
-        parallelize(DenseModel(tiny_config(num_kv_heads=1)), mesh["tp"])
+        parallelize(DecoderModel(tiny_config(num_kv_heads=1)), mesh["tp"])
     weight = distribute_tensor(torch.ones(4, 3), mesh["tp"], [Replicate()])
     with pytest.raises(ValueError, match="along the vocabulary"):
         head_cross_entropy(torch.ones(2, 3), weight, torch.ones(2, dtype=torch.int64))
-    model = DenseModel(tiny_config())
+    model = DecoderModel(tiny_config())
     parallelize(model, mesh["tp"])
     split = {name for name, parameter in model.named_parameters()
              if isinstance(parameter, DTensor) and parameter.placements[0].is_shard()}
@@ -112,8 +112,8 @@ def refused(mesh):
 
 @pytest.mark.dist
 def test_every_matrix_is_split():
-    whole = sum(parameter.numel() for parameter in DenseModel(tiny_config()).parameters())
-    vectors = sum(parameter.numel() for parameter in DenseModel(tiny_config()).parameters() if parameter.dim() == 1)
+    whole = sum(parameter.numel() for parameter in DecoderModel(tiny_config()).parameters())
+    vectors = sum(parameter.numel() for parameter in DecoderModel(tiny_config()).parameters() if parameter.dim() == 1)
     assert run_ranks(refused, 2, layout=TP2) == [(whole + vectors) // 2] * 2
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import packgraph
 from packgraph.graphs.graphed import graph
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.parallel.links import make_links
 from packgraph.parallel.mesh import Layout, make_mesh
 from packgraph.parallel.pipeline import Pipeline
@@ -55,7 +55,7 @@ class Run:
     def __init__(self, way, config, chunks, mesh, links, device):
         self.way, self.device, self.vocabulary = way, device, config.vocab_size
         stages = [chunk * links.size + links.rank for chunk in range(chunks)]
-        self.modules = [DenseModel(config, seed=1, device=device, dtype=torch.bfloat16, stage=stage,
+        self.modules = [DecoderModel(config, seed=1, device=device, dtype=torch.bfloat16, stage=stage,
                                    stages=links.size * chunks) for stage in stages]
         self.slots = slot_counts(links.size, chunks)[links.rank]
         self.graphed = [graph(m, capacities=CAPACITIES, warmup=0, slots=s, strict=True,
@@ -119,7 +119,7 @@ def main():
     dist.init_process_group("nccl", device_id=device)
     mesh = make_mesh(Layout(pp=dist.get_world_size()), device)
     links = make_links(mesh)
-    config = DenseConfig(vocab_size=32_000, hidden_size=4096, intermediate_size=12_288, num_layers=options.layers,
+    config = DecoderConfig(vocab_size=32_000, hidden_size=4096, intermediate_size=12_288, num_layers=options.layers,
                          num_heads=32, num_kv_heads=8, head_dim=128, tie_embeddings=False, dropout=0.1)
     run = Run("eager", config, options.chunks, mesh, links, device)
     expected, times = run.steps(COUNTS)

@@ -7,7 +7,7 @@ import torch
 from packgraph.graphs.cuda import CudaBackend
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory_trace import pool_model, trace_memory
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory import BankModel, Lifetime
 from packgraph.plan.memory_caching import CachingPool
@@ -17,7 +17,7 @@ from packgraph.train.memory_budget import plan_memory
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
 CAPACITIES = (Capacity(1024, 16), Capacity(2048, 32), Capacity(4096, 64))
-QWEN = DenseConfig(vocab_size=32_768, hidden_size=1024, intermediate_size=3072, num_layers=6, num_heads=16,
+QWEN = DecoderConfig(vocab_size=32_768, hidden_size=1024, intermediate_size=3072, num_layers=6, num_heads=16,
                    num_kv_heads=8, head_dim=128)
 WITHIN = 0.05
 
@@ -72,7 +72,7 @@ def arguments(chunk, capacity):
 
 
 def graphed_qwen(slots, granularity, **options):
-    model = DenseModel(QWEN, device="cuda", dtype=torch.bfloat16).train()
+    model = DecoderModel(QWEN, device="cuda", dtype=torch.bfloat16).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return graph(model, capacities=CAPACITIES, warmup=0, slots=slots, granularity=granularity, strict=True, **options)

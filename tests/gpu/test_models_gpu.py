@@ -6,14 +6,14 @@ import pytest
 import torch
 from model_batches import random_documents
 
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CONFIG = DenseConfig(vocab_size=500, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
+CONFIG = DecoderConfig(vocab_size=500, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
                      num_kv_heads=2, head_dim=64, initializer_range=0.05)
 
 
@@ -30,7 +30,7 @@ def batch_of(lengths: list[int]) -> PackedBatch:
     return PackedBatch.build(random_documents(lengths, 500, 1), Capacity(256, 8)).to("cuda")
 
 
-def gradients(model: DenseModel, batch: PackedBatch) -> dict[str, torch.Tensor]:
+def gradients(model: DecoderModel, batch: PackedBatch) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(batch).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -38,7 +38,7 @@ def gradients(model: DenseModel, batch: PackedBatch) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_never_waits_for_the_device(dtype):
-    model = DenseModel(CONFIG, device="cuda", dtype=dtype)
+    model = DecoderModel(CONFIG, device="cuda", dtype=dtype)
     gradients(model, batch_of([9]))  # libraries set themselves up here
     batch, tokens = batch_of([60, 100, 30]), torch.tensor(187, device="cuda")
     with sync_is_an_error():
@@ -47,7 +47,7 @@ def test_a_step_never_waits_for_the_device(dtype):
 
 
 def test_parameters_are_those_of_the_cpu():
-    ours, theirs = DenseModel(CONFIG, seed=5, device="cuda"), DenseModel(CONFIG, seed=5)
+    ours, theirs = DecoderModel(CONFIG, seed=5, device="cuda"), DecoderModel(CONFIG, seed=5)
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name].cpu(), tensor)
 
@@ -55,8 +55,8 @@ def test_parameters_are_those_of_the_cpu():
 @pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
 def test_bfloat16_through_varlen_is_close_to_float32(mode):
     batch = batch_of([60, 100, 30])
-    exact = gradients(DenseModel(CONFIG, device="cuda"), batch)
-    model = DenseModel(CONFIG, device="cuda", dtype=torch.float32 if mode == "autocast" else torch.bfloat16)
+    exact = gradients(DecoderModel(CONFIG, device="cuda"), batch)
+    model = DecoderModel(CONFIG, device="cuda", dtype=torch.float32 if mode == "autocast" else torch.bfloat16)
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=mode == "autocast"):
         low = gradients(model, batch)
     for name in exact:  # a few hundred roundings of 2 ** -9 each, random in sign
@@ -64,7 +64,7 @@ def test_bfloat16_through_varlen_is_close_to_float32(mode):
 
 
 def test_nan_in_the_padding_token_reaches_nothing():
-    model = DenseModel(CONFIG, device="cuda", dtype=torch.bfloat16)
+    model = DecoderModel(CONFIG, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         model.embed_tokens.weight[0] = float("nan")
     assert all(torch.isfinite(gradient).all() for gradient in gradients(model, batch_of([60, 3])).values())
@@ -72,7 +72,7 @@ def test_nan_in_the_padding_token_reaches_nothing():
 
 def test_repeats_bitwise_with_deterministic_algorithms(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    model, batch = DenseModel(CONFIG, device="cuda", dtype=torch.bfloat16), batch_of([60, 100, 30])
+    model, batch = DecoderModel(CONFIG, device="cuda", dtype=torch.bfloat16), batch_of([60, 100, 30])
     torch.use_deterministic_algorithms(True)
     try:
         first, second = gradients(model, batch), gradients(model, batch)

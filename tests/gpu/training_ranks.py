@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.models.dense import DenseConfig
+from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
@@ -32,9 +32,9 @@ from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
 
 SHAPES = {
-    "tiny": DenseConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4,
+    "tiny": DecoderConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4,
                         num_kv_heads=2, head_dim=16, dropout=0.1),
-    "8b": DenseConfig(vocab_size=32_000, hidden_size=4096, intermediate_size=12_288, num_layers=8, num_heads=32,
+    "8b": DecoderConfig(vocab_size=32_000, hidden_size=4096, intermediate_size=12_288, num_layers=8, num_heads=32,
                       num_kv_heads=8, head_dim=128, dropout=0.1),
 }
 CAPACITIES = {"tiny": (Capacity(64, 8), Capacity(128, 16)), "8b": (Capacity(1024, 16), Capacity(2048, 32))}
@@ -95,7 +95,7 @@ def settings(options, device):
     shape = SHAPES[options.model]
     changes = {"tie_embeddings": options.tied, "num_layers": options.layers or shape.num_layers}
     return TrainConfig(
-        preset="ranks", model=DenseConfig(**(vars(shape) | changes)), optimizer=OptimizerConfig(learning_rate=1e-4),
+        preset="ranks", model=DecoderConfig(**(vars(shape) | changes)), optimizer=OptimizerConfig(learning_rate=1e-4),
         graph=GraphConfig(granularity=options.granularity, optimizer=options.optimizer, strict=True,
                           capacities=CAPACITIES[options.model]),
         parallel=ParallelConfig(tp=options.tp, pp=options.pp, chunks=options.chunks),

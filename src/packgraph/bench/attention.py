@@ -19,7 +19,7 @@ from packgraph.bench.models import draw_batches, dtype_on, refit, shape
 from packgraph.bench.rows import Column, Row, Rows, figures, median, value
 from packgraph.bench.timing import Deadline, time_block
 from packgraph.bench.whole_graph import record_on_cuda
-from packgraph.models.config import DenseConfig
+from packgraph.models.config import DecoderConfig
 from packgraph.ops.attention import attention, attention_metadata
 from packgraph.ops.attention_flash import flash_problems
 from packgraph.ops.attention_varlen import varlen_problems
@@ -48,7 +48,7 @@ class AttentionOptions:
     seed: int = 0
 
 
-def usual_backends(config: DenseConfig, device: torch.device) -> tuple[str, ...]:
+def usual_backends(config: DecoderConfig, device: torch.device) -> tuple[str, ...]:
     """The backends that can run heads of this shape on the device, by their kernels; the masked one where none can."""
     dtype, size = dtype_on(device), config.head_dim
     found = [name for name, problems in (("flash", flash_problems), ("varlen", varlen_problems))
@@ -83,7 +83,7 @@ def _tax(times: Row, tight: Row) -> Row:
             for part in ("forward", "backward") if times and tight}
 
 
-def _times(config: DenseConfig, draws: Sequence[PackedBatch], backend: str, places: str, device: torch.device
+def _times(config: DecoderConfig, draws: Sequence[PackedBatch], backend: str, places: str, device: torch.device
            ) -> dict[str, list[float]]:
     """Microseconds of forward and backward, for each draw."""
     found: dict[str, list[float]] = {"forward_us": [], "backward_us": []}
@@ -96,7 +96,7 @@ def _times(config: DenseConfig, draws: Sequence[PackedBatch], backend: str, plac
     return found
 
 
-def _one(config: DenseConfig, batch: PackedBatch, backend: str) -> tuple[float, float]:
+def _one(config: DecoderConfig, batch: PackedBatch, backend: str) -> tuple[float, float]:
     device, tokens = batch.tokens.device, batch.capacity.tokens
     metadata = attention_metadata(batch, backend)
     q, k, v, gradient = (torch.randn(tokens, heads, config.head_dim, device=device, dtype=dtype_on(device))

@@ -1,6 +1,6 @@
 """The buckets that a run on documents of these lengths would choose for itself (plan/buckets.py)."""
 from packgraph.bench.models import WINDOW, draw_lengths
-from packgraph.models.config import DenseConfig
+from packgraph.models.config import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.bucket_cost import FLASH4, CostModel
 from packgraph.plan.bucket_packing import PackingPolicy
@@ -14,7 +14,7 @@ SEEN = 4000  # documents that are planned by; the benchmark's own are others
 ANOTHER_SEED = 1_000_003
 
 
-def bucket_request(config: DenseConfig, tokens: int, most: int, attention: str) -> BucketRequest:
+def bucket_request(config: DecoderConfig, tokens: int, most: int, attention: str) -> BucketRequest:
     """At most `most` buckets for rows of at most `tokens` tokens, packed as the trainer does.
 
     attention: the backend, which says what a place for a document costs.

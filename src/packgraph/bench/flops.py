@@ -8,18 +8,18 @@ any product, although the kernels compute scores again there.
 """
 from collections.abc import Sequence
 
-from packgraph.models.config import DenseConfig
+from packgraph.models.config import DecoderConfig
 
 PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192
 
 
-def layer_weights(config: DenseConfig) -> int:
+def layer_weights(config: DecoderConfig) -> int:
     """Elements of the weight matrices of one layer."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     return config.hidden_size * (config.head_dim * heads + 3 * config.intermediate_size)
 
 
-def model_flops(config: DenseConfig, lengths: Sequence[int], head: bool) -> int:
+def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> int:
     """Operations of forward and backward for one microbatch of documents of these lengths.
 
     head: whether the head is run, too; the embedding is a lookup. Hidden states that come in have a gradient.

@@ -9,27 +9,27 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack_stream
 
 SHAPES = MappingProxyType({
-    "tiny": DenseConfig(vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4,
+    "tiny": DecoderConfig(vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4,
                         num_kv_heads=2, head_dim=8, tie_embeddings=True),
-    "qwen3-0.6b": DenseConfig(vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28,
+    "qwen3-0.6b": DecoderConfig(vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28,
                               num_heads=16, num_kv_heads=8, head_dim=128, tie_embeddings=True),
-    "qwen3-4b": DenseConfig(vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_layers=8,
+    "qwen3-4b": DecoderConfig(vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_layers=8,
                               num_heads=32, num_kv_heads=8, head_dim=128, tie_embeddings=True),
-    "qwen3-8b": DenseConfig(vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36,
+    "qwen3-8b": DecoderConfig(vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36,
                             num_heads=32, num_kv_heads=8, head_dim=128),
 })
 LONGEST = 8192
 WINDOW = 256  # documents that wait to be packed, as in the trainer
 
 
-def shape(name: str, layers: int | None = None) -> DenseConfig:
+def shape(name: str, layers: int | None = None) -> DecoderConfig:
     """The shape called `name`, with another number of layers if given."""
     return SHAPES[name] if layers is None else dataclasses.replace(SHAPES[name], num_layers=layers)
 
@@ -39,7 +39,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-class FreshModel(DenseModel):
+class FreshModel(DecoderModel):
     """A decoder whose fresh values are drawn on its own device: large shapes are ready in a second."""
 
     def reset_parameters(self, seed: int) -> None:

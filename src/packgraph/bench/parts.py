@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from packgraph.bench.models import FreshModel, draw_parameters
-from packgraph.models.config import DenseConfig
-from packgraph.models.layers.decoder import DenseLayer
+from packgraph.models.config import DecoderConfig
+from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 
 PARTS = ("model", "layers")
 
 
-def build_part(part: str, config: DenseConfig, device: torch.device, dtype: torch.dtype) -> DecoderStack:
+def build_part(part: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderStack:
     """The part of a decoder of this shape, with fresh values."""
     if part == "model":
         return FreshModel(config, device=device, dtype=dtype)
     with torch.device("meta"):
-        layers = {number: DenseLayer(config, number) for number in range(config.num_layers)}
+        layers = {number: DecoderLayer(config, number) for number in range(config.num_layers)}
         model = DecoderStack(config, layers, first=False, last=False)
     model.to(dtype).to_empty(device=device)
     draw_parameters(model, seed=0)

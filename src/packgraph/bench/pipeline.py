@@ -20,7 +20,7 @@ from packgraph.bench.models import FreshModel, draw_batches, dtype_on, shape, sq
 from packgraph.bench.pipeline_way import PIPELINE_WAYS, PipelineWay
 from packgraph.bench.rows import FAILURES, Column, Row, Rows, gibibytes, median, value, why
 from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, synchronize
-from packgraph.models.dense import DenseConfig
+from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.links import Links, make_links
@@ -64,7 +64,7 @@ class PipelineOptions:
     attention: str = "auto"
 
     @property
-    def config(self) -> DenseConfig:
+    def config(self) -> DecoderConfig:
         """The whole decoder; embedding and head are untied, since they live on different ranks."""
         return replace(shape(self.model, self.layers), tie_embeddings=False, attention_backend=self.attention)
 

@@ -13,7 +13,7 @@ import torch
 
 from packgraph.diagnose.ranks import RanksReport, verify_ranks
 from packgraph.diagnose.verify import VerifyReport, verify
-from packgraph.models.dense import DenseConfig
+from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
@@ -36,7 +36,7 @@ def tiny_config(granularity: str, dropout: float, steps: int) -> TrainConfig:
     """A two-layer model that runs a step in milliseconds."""
     return TrainConfig(
         preset="verify",
-        model=DenseConfig(
+        model=DecoderConfig(
             vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
             head_dim=8, rope_theta=10_000.0, tie_embeddings=True, dropout=dropout),
         optimizer=OptimizerConfig(learning_rate=1e-2),

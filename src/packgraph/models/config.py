@@ -5,7 +5,7 @@ from packgraph.ops.attention import BACKENDS
 
 
 @dataclass(frozen=True)
-class DenseConfig:
+class DecoderConfig:
     """A decoder of the Qwen3 family.
 
     num_kv_heads: key and value heads, a divisor of num_heads. head_dim: need not be hidden_size / num_heads.
@@ -40,10 +40,10 @@ class DenseConfig:
     def __post_init__(self) -> None:
         reasons = _illegal(self)
         if reasons:
-            raise ValueError("DenseConfig cannot be built: " + "; ".join(reasons))
+            raise ValueError("DecoderConfig cannot be built: " + "; ".join(reasons))
 
 
-def _illegal(config: DenseConfig) -> list[str]:
+def _illegal(config: DecoderConfig) -> list[str]:
     """Every reason why `config` describes no model."""
     positive = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
                 "head_dim", "rope_theta", "rms_norm_eps", "max_position_embeddings")

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from packgraph.models.config import DenseConfig
-from packgraph.models.dense import DenseModel
+from packgraph.models.config import DecoderConfig
+from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 
 CONFIG = "config.json"
@@ -37,7 +37,7 @@ class WeightsError(ValueError):
 
 def load_pretrained(
     path: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> tuple[DenseModel, DenseConfig]:
+) -> tuple[DecoderModel, DecoderConfig]:
     """Load a Qwen3ForCausalLM checkpoint folder.
 
     dtype: of the parameters; None takes the one named in config.json, else float32. Returns the model in training
@@ -51,12 +51,12 @@ def load_pretrained(
         dtype = stored_dtype(description) if dtype is None else dtype
     except ValueError as error:
         raise WeightsError(f"{folder / CONFIG}: {error}") from error
-    model = DenseModel(config, device=device, dtype=dtype)
+    model = DecoderModel(config, device=device, dtype=dtype)
     _fill(model, _tensor_files(folder), folder)
     return model, config
 
 
-def save_pretrained(model: DenseModel, path: str | Path, *, max_shard_bytes: int | None = None) -> None:
+def save_pretrained(model: DecoderModel, path: str | Path, *, max_shard_bytes: int | None = None) -> None:
     """Write `model` as a checkpoint that transformers' Qwen3ForCausalLM loads.
 
     max_shard_bytes: bound of one weight file, None for a single file. The folder is made when missing.
@@ -126,7 +126,7 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _fill(model: DenseModel, files: Mapping[str, Path], folder: Path) -> None:
+def _fill(model: DecoderModel, files: Mapping[str, Path], folder: Path) -> None:
     """Copy every stored tensor into its parameter; refuse missing, unexpected and mis-shaped ones."""
     targets = {_stored_name(name): tensor for name, tensor in model.state_dict().items()}
     missing = [name for name in targets if name not in files]

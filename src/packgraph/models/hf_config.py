@@ -1,6 +1,6 @@
-"""Translation between Hugging Face's config.json of Qwen3 and DenseConfig, as pure functions.
+"""Translation between Hugging Face's config.json of Qwen3 and DecoderConfig, as pure functions.
 
-What a DenseConfig cannot express (sliding windows, scaled rotary positions, quantised weights, ...) is
+What a DecoderConfig cannot express (sliding windows, scaled rotary positions, quantised weights, ...) is
 refused, all reasons at once: ignoring it would load a model that computes something else.
 """
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from packgraph.models.config import DenseConfig
+from packgraph.models.config import DecoderConfig
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,13 +29,13 @@ FIELDS: dict[str, tuple[str, Any]] = {
 }
 
 
-def config_from_json(description: Mapping[str, Any]) -> DenseConfig:
-    """DenseConfig of a parsed config.json. Raises ValueError with every reason why there is none."""
+def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
+    """DecoderConfig of a parsed config.json. Raises ValueError with every reason why there is none."""
     reasons = _unsupported(description)
     values: dict[str, Any] = {"rope_theta": _rope_theta(description)}
     for field, (key, default) in FIELDS.items():
         value = description.get(key, default)
-        kind = DenseConfig.__annotations__[field]
+        kind = DecoderConfig.__annotations__[field]
         if value is None:
             reasons.append(f"{key} is missing")
         elif not _is(value, kind):
@@ -45,10 +45,10 @@ def config_from_json(description: Mapping[str, Any]) -> DenseConfig:
         reasons.append(f"rope_theta is {values['rope_theta']!r}, not float")
     if reasons:
         raise ValueError("no Qwen3 model that can be loaded here: " + "; ".join(reasons))
-    return DenseConfig(**values)
+    return DecoderConfig(**values)
 
 
-def config_to_json(config: DenseConfig, dtype: torch.dtype) -> dict[str, Any]:
+def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of `config`, in the keys that old and new versions of transformers read.
 
     Raises ValueError when Qwen3 has no such model.
@@ -90,7 +90,7 @@ def _rope_theta(description: Mapping[str, Any]) -> Any:
 
 
 def _unsupported(description: Mapping[str, Any]) -> list[str]:
-    """Every feature of a config.json that DenseConfig cannot express."""
+    """Every feature of a config.json that DecoderConfig cannot express."""
     reasons = []
     architectures = description.get("architectures") or [description.get("model_type")]
     if architectures not in ([ARCHITECTURE], ["qwen3"]):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packgraph.models.config import DenseConfig
+from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
 from packgraph.ops.attention import BackendChoice, attention_metadata, choose_backend
@@ -42,7 +42,7 @@ class DecoderStack(nn.Module):
     checkpoints without the leading `model.`; with tied embeddings there is no `lm_head`.
     """
 
-    def __init__(self, config: DenseConfig, layers: Mapping[int, nn.Module], *,
+    def __init__(self, config: DecoderConfig, layers: Mapping[int, nn.Module], *,
                  first: bool = True, last: bool = True) -> None:
         super().__init__()
         self.config, self.first, self.last = config, first, last

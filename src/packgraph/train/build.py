@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from packgraph.models.chunks import ModelChunks
-from packgraph.models.dense import DenseModel
+from packgraph.models.decoder import DecoderModel
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
 from packgraph.train.autotune import Autotune
@@ -19,7 +19,7 @@ from packgraph.train.step_executor import StepExecutor
 from packgraph.train.weights import load_weights
 
 
-def build_model(config: TrainConfig, device: torch.device) -> DenseModel:
+def build_model(config: TrainConfig, device: torch.device) -> DecoderModel:
     """The whole model of a run, in training mode."""
     (model,) = _build(config, device, [0], 1)
     return model
@@ -52,9 +52,10 @@ def _make_executor(model: ModelChunks, config: TrainConfig, device: torch.device
     return StageExecutor(model.chunks, config, device, mesh)
 
 
-def _build(config: TrainConfig, device: torch.device, stages: Sequence[int], of: int) -> list[DenseModel]:
+def _build(config: TrainConfig, device: torch.device, stages: Sequence[int], of: int) -> list[DecoderModel]:
     """Drawn or loaded on the CPU, so that weights do not depend on the device."""
-    models = [DenseModel(config.model, seed=config.run.seed, device="cpu", stage=stage, stages=of) for stage in stages]
+    models = [DecoderModel(config.model, seed=config.run.seed, device="cpu", stage=stage, stages=of)
+              for stage in stages]
     if config.run.init_from is not None and not config.run.resume:
         load_weights(models, config.run.init_from)
     dtype = getattr(torch, config.run.dtype)

@@ -5,7 +5,7 @@ numbers are a guide; which buckets are chosen depends on ratios only.
 """
 from dataclasses import dataclass
 
-from packgraph.models.config import DenseConfig
+from packgraph.models.config import DecoderConfig
 from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.bucket_cost import CostModel
@@ -25,7 +25,7 @@ class DecoderMemory:
     15 % of what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures).
     """
 
-    model: DenseConfig
+    model: DecoderConfig
     layers: int
     itemsize: int
     parts: int = 1
@@ -45,7 +45,7 @@ def graph_bytes(layers: int) -> int:
     return layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL
 
 
-def decoder_cost(model: DenseConfig, parts: int = 1, measured: CostModel | None = None) -> CostModel:
+def decoder_cost(model: DecoderConfig, parts: int = 1, measured: CostModel | None = None) -> CostModel:
     """The measured model's cost scaled to `model`: launches by layers, tokens by weights, attention by heads.
 
     parts: ranks that share heads and columns (tp). measured: cost of the measured model, with torch's varlen attention
@@ -60,7 +60,7 @@ def decoder_cost(model: DenseConfig, parts: int = 1, measured: CostModel | None 
         attention_us=measured.attention_us * heads, capture_layer_seconds=measured.capture_layer_seconds)
 
 
-def _weights(model: DenseConfig) -> int:
+def _weights(model: DecoderConfig) -> int:
     """Weights that every token is multiplied by."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from packgraph.models.dense import DenseConfig, named_stages
+from packgraph.models.decoder import DecoderConfig, named_stages
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import tensor_problems
@@ -221,7 +221,7 @@ class TrainConfig:
     """
 
     preset: str
-    model: DenseConfig
+    model: DecoderConfig
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)

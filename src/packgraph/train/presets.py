@@ -2,7 +2,7 @@
 import difflib
 from collections.abc import Callable
 
-from packgraph.models.dense import DenseConfig
+from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config import ConfigError
 from packgraph.train.data.config import DataConfig
@@ -13,7 +13,7 @@ def qwen3_tiny() -> TrainConfig:
     """A toy of the Qwen3 family on bytes of Python's own library: trains in a minute or two on two CPU cores."""
     return TrainConfig(
         preset="qwen3-tiny",
-        model=DenseConfig(
+        model=DecoderConfig(
             vocab_size=320, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_kv_heads=2,
             head_dim=32, rope_theta=10_000.0, tie_embeddings=True),
         data=DataConfig(overlong="split"),
@@ -27,7 +27,7 @@ def qwen3_0_6b() -> TrainConfig:
     """The shape of Qwen3-0.6B in bfloat16, for one GPU; bring your own data and tokenizer.json."""
     return TrainConfig(
         preset="qwen3-0.6b",
-        model=DenseConfig(
+        model=DecoderConfig(
             vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8,
             head_dim=128, rope_theta=1_000_000.0, tie_embeddings=True),
         data=DataConfig(overlong="split"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from packgraph.models.dense import DenseConfig, DenseModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.hf import CONFIG, WeightsError, load_pretrained, read_json, save_pretrained
 from packgraph.models.hf_config import FIELDS, config_from_json
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
@@ -42,7 +42,7 @@ def shape_layer(path: str) -> Layer:
     return Layer(str(file), {"model": {name: getattr(found, name) for name in SHAPE}})
 
 
-def load_weights(models: Sequence[DenseModel], path: str) -> None:
+def load_weights(models: Sequence[DecoderModel], path: str) -> None:
     """Copy the weights in the folder `path` into `models`: a whole decoder, or pipeline stages with their parts of it.
 
     Raises WeightsError naming every value in which the shapes differ, and what `load_pretrained` refuses.
@@ -68,7 +68,7 @@ def export(run: Path, folder: Path) -> Path:
     if checkpoint is None:
         raise CheckpointError(f"{run / CHECKPOINTS}: there is no checkpoint to export")
     load_state(checkpoint)
-    model = DenseModel(config.model, device="cpu", dtype=getattr(torch, config.run.dtype))
+    model = DecoderModel(config.model, device="cpu", dtype=getattr(torch, config.run.dtype))
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     load_tensors(checkpoint, tensors, optional=("optimizer.", "random."))
     with writing(folder, "Make room there or choose another folder"):
@@ -95,7 +95,7 @@ def _config_of(run: Path) -> TrainConfig:
     return read_config(preset(name), [layer])
 
 
-def _differences(found: DenseConfig, wanted: DenseConfig) -> list[str]:
+def _differences(found: DecoderConfig, wanted: DecoderConfig) -> list[str]:
     return [f"model.{name} is {getattr(found, name)!r} there, {getattr(wanted, name)!r} here"
             for name in SHAPE if getattr(found, name) != getattr(wanted, name)]
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from packgraph.models.config import DenseConfig
+from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.merged import MergedProjections
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.ops.attention import AttentionMetadata, attention
@@ -12,7 +12,7 @@ from packgraph.ops.rotary import apply_rotary
 class GroupedQueryAttention(MergedProjections):
     """[T, H] -> [T, H]; projections are named as in Hugging Face checkpoints."""
 
-    def __init__(self, config: DenseConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packgraph.models.config import DenseConfig
+from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention
 from packgraph.models.layers.mlp import GatedMLP
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.plan.stages import Stage, State
 
 
-class DenseLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and feed-forward branch, each with pre-norm, residual and dropout."""
 
-    def __init__(self, config: DenseConfig, index: int) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.index = index
         self.dropout = config.dropout

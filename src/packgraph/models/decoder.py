@@ -1,0 +1,53 @@
+"""Decoders by their config: a stack of layers, whole or one pipeline stage of it."""
+from collections.abc import Sequence
+
+import torch
+
+from packgraph.models.config import DecoderConfig
+from packgraph.models.layers.decoder import DecoderLayer
+from packgraph.models.stack import DecoderStack
+from packgraph.plan.chunks import split_layers
+from packgraph.plan.stages import Stage
+
+__all__ = ["DecoderConfig", "DecoderModel", "named_stages"]
+
+
+class DecoderModel(DecoderStack):
+    """Decoder with stages `embed`, `attn` and `mlp` of every layer, `head`; see DecoderStack for its calls.
+
+    stage, stages: which part of the decoder this is when it is cut into that many pipeline stages; a part has the
+    names and the fresh values that its parameters have in the whole.
+    seed: of the fresh parameters; torch's own generators are not touched. device: torch's default one when
+    None. dtype: of the parameters, default float32.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        stage: int = 0,
+        stages: int = 1,
+    ) -> None:
+        target = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("meta"):  # torch's own initialisation would draw from the global generator
+            indices = split_layers(config.num_layers, stages, head_cost(config))[stage]
+            layers = {index: DecoderLayer(config, index) for index in indices}
+            super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
+        self.to(dtype).to_empty(device=target)
+        self.reset_parameters(seed)
+
+
+def head_cost(config: DecoderConfig) -> float:
+    """Work of the head in layers: the ratio of their weights, since every weight is used once per token."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    layer = config.hidden_size * (config.head_dim * heads + 3 * config.intermediate_size)
+    return config.hidden_size * config.vocab_size / layer
+
+
+def named_stages(config: DecoderConfig) -> Sequence[Stage]:
+    """Every stage name that a decoder of `config` has, without its weights: those of a decoder of one layer."""
+    with torch.device("meta"):
+        return DecoderStack(config, {0: DecoderLayer(config, 0)}).stages()
