@@ -1,12 +1,14 @@
-"""Shape of a dense decoder: everything that its parameters and numbers depend on."""
-from dataclasses import dataclass
+"""Shape of a decoder: everything that its parameters and numbers depend on."""
+from dataclasses import dataclass, field
 
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.latent_config import LatentConfig
 from packgraph.ops.attention import BACKENDS
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder of the Qwen3 family.
+    """A decoder of the Qwen3 or DeepSeek-V3 family.
 
     num_kv_heads: key and value heads, a divisor of num_heads. head_dim: need not be hidden_size / num_heads.
     tie_embeddings: the head uses the embedding matrix. qk_norm: RMSNorm on queries and keys. attention_bias:
@@ -16,6 +18,8 @@ class DecoderConfig:
     max_position_embeddings: only recorded in checkpoints; rotary positions have no limit here.
     merge_projections: form the products with the matrices of queries, keys and values as one, and those of gate
     and up (ops/merged_linear.py); parameters and their names stay as they are.
+    latent: multi-head latent attention instead of grouped queries; num_kv_heads and head_dim then mean nothing.
+    experts: which layers have experts instead of one feed-forward block, and how tokens are routed to them.
     Raises ValueError that names every illegal value at once.
     """
 
@@ -36,6 +40,8 @@ class DecoderConfig:
     attention_backend: str = "auto"
     max_position_embeddings: int = 32768
     merge_projections: bool = False
+    latent: LatentConfig = field(default_factory=LatentConfig)
+    experts: ExpertConfig = field(default_factory=ExpertConfig)
 
     def __post_init__(self) -> None:
         reasons = _illegal(self)

@@ -1,0 +1,87 @@
+"""What moves tokens to the ranks and rows of their experts and back: one protocol, several dispatchers.
+
+    routed tokens --preprocess--> plan --dispatch--> rows by expert --(experts)--> rows --combine--> tokens
+
+    local         all experts are here; nothing is sent, nothing can overflow                 static, no sync
+    host_splits   an all-to-all of exactly what is routed, whose sizes the host reads         syncs in preprocess
+    padded        an all-to-all of a fixed number of rows per pair of ranks                   static, no sync
+    symmetric     sizes stay on the device (symmetric memory, NVSHMEM)                        static, no sync
+
+A plan is a pytree of tensors and constants that travels in the state from stage to stage. Between dispatch and combine
+a rank holds `Rows`.
+"""
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from packgraph.moe.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+
+
+class Routing(NamedTuple):
+    """Where tokens go. experts: int32 [T, k], -1 for padding. weights: float32 [T, k], 0 for padding."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class Rows(NamedTuple):
+    """Input of this rank's experts, rows by expert. values: [R, H]. weights: float32 [R]. offsets: int32 [its experts].
+
+    Rows from offsets[-1] on are zero here, and undefined in whatever experts make of them.
+    """
+
+    values: Tensor
+    weights: Tensor
+    offsets: Tensor
+
+
+class Dispatcher(Protocol):
+    """One layer's way of moving tokens. num_experts: of the layer over all ranks; first, count: those of this rank.
+
+    static: whether every shape follows from T alone and nothing waits for the host, so that all stages can be captured;
+    why_not: otherwise what the reason is, per stage name.
+    """
+
+    num_experts: int
+    first: int
+    count: int
+
+    @property
+    def why_not(self) -> dict[str, str]: ...
+
+    def preprocess(self, routing: Routing) -> Any: ...
+
+    def dispatch(self, x: Tensor, routing: Routing, plan: Any) -> Rows: ...
+
+    def combine(self, rows: Tensor, plan: Any) -> Tensor: ...
+
+    def overflow(self, plan: Any) -> Tensor: ...
+
+
+class LocalDispatcher:
+    """All experts are on this rank: T * k rows always suffice."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts, self.first, self.count = num_experts, 0, num_experts
+
+    @property
+    def why_not(self) -> dict[str, str]:
+        """Nothing stands against capturing any stage."""
+        return {}
+
+    def preprocess(self, routing: Routing) -> RowPlan:
+        """The plan of rows; no host sync."""
+        return plan_rows(routing.experts, self.num_experts, routing.experts.numel())
+
+    def dispatch(self, x: Tensor, routing: Routing, plan: RowPlan) -> Rows:
+        """x: [T, H]."""
+        return Rows(gather_rows(x, plan), gather_pairs(routing.weights, plan), plan.offsets)
+
+    def combine(self, rows: Tensor, plan: RowPlan) -> Tensor:
+        """rows: [R, H] of the experts, weights applied. Returns [T, H]."""
+        return combine_rows(rows, plan)
+
+    def overflow(self, plan: RowPlan) -> Tensor:
+        """Rows that were needed and not there: int64 [], always 0 here."""
+        return torch.zeros_like(plan.needed)
