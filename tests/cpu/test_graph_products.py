@@ -5,7 +5,7 @@ from torch import nn
 
 import packgraph
 from packgraph.graphs.opaque import CompiledCode
-from packgraph.graphs.products import AddingCode
+from packgraph.graphs.products import AddingCode, Product, take_products
 from packgraph.plan.stages import Stage, run_stages
 
 TRACED = "aot_eager"
@@ -136,3 +136,44 @@ def test_nothing_is_added_in_place_beside_stages_that_are_not_compiled(added):
     eager = gradients(graphed(Mixed(), scope=["mlp"]), "compare")
     module = graphed(Mixed(), scope=["mlp"])
     assert same(eager, gradients(module)) and not added
+
+
+def traced_backward() -> torch.fx.GraphModule:
+    """The backward of x @ weight.T as AOTAutograd names things: gradients of weight and x, as Inductor gets them."""
+    from torch._inductor.compile_fx import record_original_output_strides
+
+    graph = torch.fx.Graph()
+    weight, x, tangent = map(graph.placeholder, ("primals_1", "primals_2", "tangents_1"))
+    aten = torch.ops.aten
+    turned = graph.call_function(aten.permute.default, (tangent, [1, 0]))
+    ours = graph.call_function(aten.mm.default, (turned, x))
+    theirs = graph.call_function(aten.mm.default, (tangent, weight))
+    output = graph.output((ours, theirs))
+    for node, shape in ((weight, (3, 2)), (x, (5, 2)), (tangent, (5, 3)), (turned, (3, 5)), (ours, (3, 2)),
+                        (theirs, (5, 2))):
+        node.meta["val"] = torch.zeros(shape)
+    output.meta["user_visible_output_idxs"] = [0, 1]  # as compile_fx_backward does
+    module = torch.fx.GraphModule({}, graph)
+    record_original_output_strides(module)
+    return module
+
+
+def test_inductor_pads_for_the_outputs_that_are_left():
+    """It does so on CUDA only; on a CPU this is one step of what it does there."""
+    from torch._inductor.graph import get_user_visible_output_strides, mark_nodes_dislike_padding
+
+    backward = traced_backward()
+    assert take_products(backward, {0}) == [Product(0, 0)]
+    visible = get_user_visible_output_strides(backward.graph)
+    with torch._inductor.config.patch(comprehensive_padding=True):
+        mark_nodes_dislike_padding(backward.graph, visible)
+    assert [node.target for node in visible] == [torch.ops.aten.mm.default]
+
+
+def test_a_total_has_memory_of_its_own():
+    backward = traced_backward()
+    take_products(backward, {0})
+    weight, x, tangent, total = (node.meta["val"] for node in backward.graph.find_nodes(op="placeholder"))
+    assert total.shape == weight.shape and total.data_ptr() != weight.data_ptr(), "writes to it are not to the weight"
+    gradients = backward(weight, x.fill_(2), tangent.fill_(3), total.fill_(4))
+    assert gradients[0] is None and torch.equal(total, torch.full((3, 2), 34.0))

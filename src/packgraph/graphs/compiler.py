@@ -167,7 +167,8 @@ class Compiler:
         refuse_unsafe_graph(graph, inputs)
         products = take_products(graph, weights) if is_backward and self.adds_products else []
         if products:
-            inputs = [*inputs, *(inputs[product.weight] for product in products)]  # their totals have the same form
+            totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
+            inputs = [*inputs, *(total.meta["val"] for total in totals)]
         written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
         function = generate(graph, inputs, is_backward=is_backward, **options)
         code = CompiledCode(function, "backward" if is_backward else "forward", len(inputs), written,

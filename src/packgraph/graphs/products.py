@@ -24,7 +24,7 @@ aten = torch.ops.aten
 @torch.library.custom_op("packgraph::add_product", mutates_args=("total",))
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [O, I] += left [O, T] @ right [T, I], rounded once."""
-    torch.addmm(total, left, right, out=total)
+    total.addmm_(left, right)  # with out=total CUDA code would be asked for a copy, which is skipped at best
 
 
 @add_product.register_fake
@@ -60,7 +60,7 @@ def take_products(graph: torch.fx.GraphModule, weights: Container[int]) -> list[
         product, flipped = chain[-1], (len(chain) - 1) % 2 == 1
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"total_{number + 1}")
-        last.meta["val"] = placeholders[weight].meta["val"]
+        last.meta["val"] = torch.empty_like(placeholders[weight].meta["val"])  # with memory of its own
         left, right = product.all_input_nodes if len(product.all_input_nodes) == 2 else product.all_input_nodes * 2
         with graph.graph.inserting_before(product):
             if flipped:
@@ -72,8 +72,16 @@ def take_products(graph: torch.fx.GraphModule, weights: Container[int]) -> list[
         for used in chain:
             graph.graph.erase_node(used)
         found.append(Product(number, weight))
+    _hide(output, {product.output for product in found})
     graph.recompile()
     return found
+
+
+def _hide(output: torch.fx.Node, taken: set[int]) -> None:
+    """Note that outputs are None now: Inductor has noted which outputs of a backward are tensors, by their numbers."""
+    if "user_visible_output_idxs" in output.meta:
+        output.meta["user_visible_output_idxs"] = [
+            number for number in output.meta["user_visible_output_idxs"] if number not in taken]
 
 
 def _product_behind(node: Any) -> list[torch.fx.Node] | None:
