@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distkit import RankFailed, run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 
 from packgraph.parallel.mesh import AXES, Layout, make_mesh, single_process
 from packgraph.parallel.processes import Launch, processes
@@ -16,7 +18,9 @@ def test_dp_follows_from_the_other_axes():
 
 @pytest.mark.parametrize(("layout", "world", "words"), [
     (Layout(tp=3), 4, "tp 3 = 3 processes do not divide the 4"), (Layout(dp=2, tp=2), 2, "needs 4 processes, but 2"),
-    (Layout(dp=0, tp=-1), 2, "dp = 0 must be at least 1; tp = -1 must be at least 1")])
+    (Layout(dp=0, tp=-1), 2, "dp = 0 must be at least 1; tp = -1 must be at least 1"),
+    (Layout(tp=2, ep=3), 8, "ep 3 does not divide dp 4"), (Layout(ep=0), 2, "ep = 0 must be at least 1"),
+    (Layout(dp=3, ep=2), 2, "dp 3 x .* needs 3 processes, but 2 .*; ep 2 does not divide dp 3")])
 def test_impossible_layouts_are_refused_with_all_reasons(layout, world, words):
     with pytest.raises(ValueError, match=words):
         layout.resolved(world)
@@ -30,10 +34,34 @@ def test_tp_is_innermost():
     assert layout.coordinates(4) == {"dp": 1, "pp": 0, "cp": 0, "tp": 0}
 
 
+def test_experts_are_shared_by_consecutive_replicas():
+    groups = Layout(dp=4, tp=2, ep=2).expert_ranks()
+    assert groups["ep"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups["edp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@given(*[st.integers(1, 3)] * 5)
+def test_groups_of_experts_divide_the_ranks(edp, ep, pp, cp, tp):
+    layout = Layout(dp=edp * ep, pp=pp, cp=cp, tp=tp, ep=ep)
+    world = edp * ep * pp * cp * tp
+    assert not layout.problems(world)
+    places = [layout.coordinates(rank) for rank in range(world)]
+    for axis, size in (("ep", ep), ("edp", edp)):
+        groups = layout.expert_ranks()[axis]
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        assert all(len(group) == size for group in groups)
+        step = 1 if axis == "ep" else ep
+        for group in groups:
+            first = places[group[0]]
+            expected = [first | {"dp": first["dp"] + step * number} for number in range(size)]
+            assert [places[rank] for rank in group] == expected
+
+
 def test_a_single_process_has_no_groups():
     mesh = make_mesh(Layout(), torch.device("cpu"))
     assert mesh == single_process() and mesh.world == 1
-    assert all(mesh.group(axis) is None for axis in AXES)
+    assert all(mesh.group(axis) is None for axis in (*AXES, "ep", "edp"))
+    assert mesh.size("ep") == mesh.size("edp") == 1
     with pytest.raises(RuntimeError, match="one process only"):
         mesh["tp"]
 
@@ -63,6 +91,27 @@ def test_groups_follow_the_axes():
     assert [sums for _, sums, _ in results] == [
         {"dp": 2, "tp": 1}, {"dp": 4, "tp": 1}, {"dp": 2, "tp": 5}, {"dp": 4, "tp": 5}]
     assert all(alone for _, _, alone in results)
+
+
+def sum_over_experts(mesh):
+    sums = {}
+    for axis in ("dp", "ep", "edp"):
+        value = torch.tensor([mesh.rank])
+        if mesh.group(axis) is not None:
+            dist.all_reduce(value, group=mesh.group(axis))
+            assert mesh.place[axis] == dist.get_rank(mesh.group(axis))
+            assert mesh.size(axis) == dist.get_world_size(mesh.group(axis))
+        sums[axis] = int(value)
+    return sums
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("layout", "sums"), [
+    (Layout(ep=2), [(6, 1, 2), (6, 1, 4), (6, 5, 2), (6, 5, 4)]),
+    (Layout(ep=4), [(6, 6, 0), (6, 6, 1), (6, 6, 2), (6, 6, 3)]), (Layout(), [(6, rank, 6) for rank in range(4)]),
+    (Layout(tp=2, ep=2), [(2, 2, 0), (4, 4, 1), (2, 2, 2), (4, 4, 3)])], ids=str)
+def test_groups_of_experts(layout, sums):
+    assert [tuple(found.values()) for found in run_ranks(sum_over_experts, 4, layout=layout)] == sums
 
 
 def fail_on_one_rank(mesh):

@@ -2,12 +2,17 @@
 
     rank = ((dp * PP + pp) * CP + cp) * TP + tp         tp is innermost: its ranks talk most and share a host
 
+    dp      0 1 2 3 4 5 6 7       replicas of everything but experts
+    ep      |0 1 2 3|0 1 2 3|     EP = 4: consecutive replicas that share the experts of a layer
+    edp     |0      |1      |     replicas of the same experts: dp = edp * EP + ep
+
 dp: replicas that see different documents; pp: stages of the pipeline; cp: parts of a row of tokens; tp: parts of every
-matrix. The invariant: every process computes the same layout from the same numbers, and an impossible one is refused
-with all reasons before any process group exists.
+matrix; ep: parts of the experts of every layer, within dp. The invariant: every process computes the same layout from
+the same numbers, and an impossible one is refused with all reasons before any process group exists.
 """
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -18,17 +23,18 @@ AXES = ("dp", "pp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis. dp: None = all ranks that the other axes leave over."""
+    """Ranks along each axis. dp: None = all ranks that the other axes leave over. ep: divides dp."""
 
     dp: int | None = None
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def problems(self, world: int) -> list[str]:
         """All reasons why this layout cannot be laid over `world` processes."""
-        found = [f"{field.name} = {size} must be at least 1" for field in fields(self)
-                 if (size := getattr(self, field.name)) is not None and size < 1]
+        found = [f"{axis.name} = {size} must be at least 1" for axis in fields(self)
+                 if (size := getattr(self, axis.name)) is not None and size < 1]
         if found:
             return found
         inner = self.pp * self.cp * self.tp
@@ -39,6 +45,10 @@ class Layout:
             found.append(f"dp {self.dp} x pp {self.pp} x cp {self.cp} x tp {self.tp} needs {self.dp * inner} "
                          f"processes, but {world} were started; start as many (torchrun --nproc-per-node), or leave "
                          "out dp, which then follows")
+        replicas = world // inner if self.dp is None else self.dp
+        if (self.dp is not None or world % inner == 0) and replicas % self.ep:
+            found.append(f"ep {self.ep} does not divide dp {replicas}: the experts of a layer are shared by ep "
+                         "consecutive replicas")
         return found
 
     def resolved(self, world: int) -> "Layout":
@@ -56,15 +66,29 @@ class Layout:
             rank //= getattr(self, axis)
         return {axis: place[axis] for axis in AXES}
 
+    def expert_ranks(self) -> dict[str, list[list[int]]]:
+        """The ranks of every group along `ep` (they exchange tokens) and along `edp` (they hold the same experts), in
+        the order of their places; the layout must be resolved."""
+        replicas, inner = self.dp or 1, self.pp * self.cp * self.tp
+        blocks = [range(start, start + self.ep) for start in range(0, replicas, self.ep)]
+        alike = [range(place, replicas, self.ep) for place in range(self.ep)]
+        return {axis: [[dp * inner + rest for dp in members] for members, rest in itertools.product(sets, range(inner))]
+                for axis, sets in (("ep", blocks), ("edp", alike))}
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place among all of them. devices: torch's mesh, None when there is one process only."""
+    """This process's place among all of them.
+
+    place: along each axis, `ep` and `edp` too. devices: torch's mesh, None when there is one process only.
+    expert_groups: this rank's groups along `ep` and `edp`, where experts are shared.
+    """
 
     layout: Layout
     rank: int
     place: Mapping[str, int]
     devices: DeviceMesh | None
+    expert_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -72,12 +96,18 @@ class Mesh:
         return self.size("dp") * self.size("pp") * self.size("cp") * self.size("tp")
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`."""
+        """Ranks along `axis`; `edp`: replicas that hold the same experts, dp / ep."""
+        if axis == "edp":
+            return self.size("dp") // self.size("ep")
         return int(getattr(self.layout, axis))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of this rank along `axis`; None where the axis has one rank, so nothing is to be sent."""
-        return self.devices.get_group(axis) if self.devices is not None and self.size(axis) > 1 else None
+        if self.devices is None or self.size(axis) == 1:
+            return None
+        if axis in ("ep", "edp") and self.size("ep") > 1:
+            return self.expert_groups[axis]
+        return self.devices.get_group("dp" if axis == "edp" else axis)
 
     def everyone(self) -> dist.ProcessGroup | None:
         """The group of all processes, None when there is one."""
@@ -93,7 +123,7 @@ class Mesh:
 def single_process() -> Mesh:
     """The mesh of a process on its own."""
     layout = Layout(1)
-    return Mesh(layout, 0, layout.coordinates(0), None)
+    return Mesh(layout, 0, _place(layout, 0), None)
 
 
 def make_mesh(layout: Layout, device: torch.device) -> Mesh:
@@ -107,4 +137,24 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
     resolved, rank = layout.resolved(dist.get_world_size()), dist.get_rank()
     sizes = tuple(int(getattr(resolved, axis)) for axis in AXES)
     devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    return Mesh(resolved, rank, resolved.coordinates(rank), devices)
+    return Mesh(resolved, rank, _place(resolved, rank), devices, _expert_groups(resolved, rank))
+
+
+def _place(layout: Layout, rank: int) -> dict[str, int]:
+    place = layout.coordinates(rank)
+    return place | {"ep": place["dp"] % layout.ep, "edp": place["dp"] // layout.ep}
+
+
+def _expert_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
+    """This rank's groups along `ep` and `edp`. Collective: all ranks make all groups, in one order."""
+    mine: dict[str, dist.ProcessGroup] = {}
+    if layout.ep == 1:
+        return mine
+    for axis, groups in layout.expert_ranks().items():
+        for ranks in groups:
+            # A communicator of their own even where ranks are those of dp: reductions of gradients, which start in the
+            # middle of a backward, must not stand in one queue with the exchange of tokens.
+            made = dist.new_group(ranks) if len(ranks) > 1 else None
+            if rank in ranks and made is not None:
+                mine[axis] = made
+    return mine
