@@ -1,0 +1,91 @@
+"""The experts of one rank: two grouped products and the activation between them, without a host sync.
+
+    values [R, H] -- @ gate_up^T --> h [R, 2I] -- silu(gate) * up * weight --> act [R, I] -- @ down^T --> [R, H]
+
+The weights of the routing enter before the second product. So its outputs need not be saved for the weights' gradient,
+and combining rows is a plain sum (Megatron-Core's technical report, arXiv 2603.07685). Kept for the backward: values
+and h; the activation is made again. Rows from offsets[-1] on are read nowhere, and undefined in the result.
+"""
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.moe.activation import activation, activation_backward
+from packgraph.moe.grouped import autocast, grouped_mm, matrices_gradient, product
+
+
+class Experts(nn.Module):
+    """`count` experts with SwiGLU. gate_up_proj: [count, 2I, H], gate rows first; down_proj: [count, H, I].
+
+    count: the experts of this rank. Weights begin as normal numbers of deviation 0.02.
+    """
+
+    def __init__(self, count: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden_size, intermediate_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fresh weights."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, values: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """Rows of experts: [R, H] -> [R, H], of values' dtype (autocast: of that); undefined from offsets[-1] on.
+
+        values: [R, H], rows by expert. weights: float32 [R], of the routing. offsets: int32 [count], where the rows of
+        each expert end.
+        """
+        h = grouped_mm(values, self.gate_up_proj.mT, offsets)
+        return activate_and_multiply(h, weights, self.down_proj, offsets)
+
+    def extra_repr(self) -> str:
+        count, hidden_size, intermediate_size = self.down_proj.shape
+        return f"count={count}, hidden_size={hidden_size}, intermediate_size={intermediate_size}"
+
+
+def activate_and_multiply(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+    """(silu(gate) * up * weight) @ down[e]^T for the rows of every expert e: [R, H].
+
+    h: [R, 2I], gate first. weights: float32 [R]. down: [E, H, I]. offsets: int32 [E].
+    """
+    h, down = autocast(h, down)
+    return _second_half(h, weights, down, offsets)
+
+
+def naive_experts(values: Tensor, weights: Tensor, offsets: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The specification: each expert a gated MLP on its rows; each output times its weight. Zero in the tail."""
+    start, parts = 0, []
+    for end, first, second in zip(offsets.tolist(), gate_up, down):
+        gate, up = (values[start:end] @ first.t()).chunk(2, dim=1)
+        parts.append(((gate * torch.sigmoid(gate) * up) @ second.t()) * weights[start:end, None].to(values.dtype))
+        start = end
+    return torch.cat([*parts, values.new_zeros(values.shape[0] - start, down.shape[1])])
+
+
+@torch.library.custom_op("packgraph::activate_and_multiply", mutates_args=())
+def _second_half(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+    """One operation, since its backward keeps h and not the activation."""
+    return product(activation(h, weights, offsets), down, offsets, True)
+
+
+@_second_half.register_fake
+def _second_half_shape(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+    return h.new_empty(h.shape[0], down.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    h, weights, down, offsets = ctx.saved_tensors
+    of_act = product(grad, down, offsets, False)
+    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets)
+    of_down = matrices_gradient(grad, act, offsets, True) if ctx.needs_input_grad[2] else None
+    return of_h, of_weights, of_down, None
+
+
+_second_half.register_autograd(_differentiate, setup_context=_save)

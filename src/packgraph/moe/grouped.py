@@ -1,0 +1,152 @@
+"""Products of rows with the matrix of their expert, sizes on the device.
+
+    rows     a [R, K]   | expert 0 | expert 1 | ... | tail          offsets [E]: where each expert's rows end
+    result     [R, N]   | a @ b[0] | a @ b[1] | ... | undefined     (whatever the memory held, NaN among it)
+
+The invariant: nothing reads rows from offsets[-1] on, neither of a nor of an incoming gradient; an expert without rows
+has a gradient of exactly 0. The gradient of b has the layout that b has in memory, so that adding it to `.grad` of a
+parameter that was passed transposed is an addition of contiguous tensors.
+
+`torch.nn.functional.grouped_mm` does it without a host sync on CUDA from compute capability 9.0 on in bfloat16, and on
+the CPU, where it may read the offsets. What it cannot do there (float64, widths that do not fill 16 bytes) one masked
+product per expert does, with E times the work: for checks, and for toys on a CPU.
+"""
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HOPPER = (9, 0)
+ALIGNMENT = 16  # bytes
+CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """a[rows of e] @ b[e] for every expert e: [R, N]; undefined from row offsets[-1] on. Differentiable in a and b.
+
+    a: [R, K]. b: [E, K, N], contiguous or the transposed view of a contiguous [E, N, K], of a's dtype (under autocast
+    both are cast). offsets: int32 [E], ascending, one past the last row of each expert. No host sync.
+    Raises ValueError for shapes that do not match, and on CUDA for what it cannot do there, with all reasons.
+    """
+    if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1] or offsets.shape != b.shape[:1] \
+            or offsets.dtype != torch.int32:
+        raise ValueError(f"grouped_mm needs a [R, K], b [E, K, N] and offsets int32 [E], got {list(a.shape)}, "
+                         f"{list(b.shape)} and {offsets.dtype} {list(offsets.shape)}")
+    a, b = autocast(a, b)
+    if a.dtype != b.dtype:
+        raise ValueError(f"grouped_mm needs rows and matrices of one dtype, got {a.dtype} and {b.dtype}")
+    transposed = b.stride(2) != 1 and b.stride(1) == 1
+    return product(a, b.mT if transposed else b, offsets, transposed)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, in the dtype that autocast says where it is on."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def naive_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """The specification: one product after the other, sizes read on the host. Zero in the tail."""
+    ends = offsets.tolist()
+    parts = [a[start:end] @ matrix for start, end, matrix in zip([0, *ends], ends, b)]
+    return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
+
+
+@torch.library.custom_op("packgraph::grouped_mm", mutates_args=())
+def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """[R, N] from a [R, K] and matrices [E, K, N], or [E, N, K] if `transposed`."""
+    a, b = _rows(a), _matrices(matrices, transposed)
+    if _by_torch(a, *b.shape[1:]):
+        return F.grouped_mm(a, b, offs=offsets)
+    total = a.new_zeros(a.shape[0], b.shape[2])
+    for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
+        total = total + torch.where(inside, a, 0) @ matrix
+    return total
+
+
+@torch.library.custom_op("packgraph::grouped_mm_of_matrices", mutates_args=())
+def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """Gradient of matrices: [E, K, N] = a^T grad per expert, or [E, N, K] if `transposed`. grad: [R, N]; a: [R, K]."""
+    left, right = (_rows(grad), _rows(a)) if transposed else (_rows(a), _rows(grad))
+    if _by_torch(a, left.shape[1], right.shape[1]):
+        return F.grouped_mm(left.mT, right, offs=offsets)
+    return torch.stack([torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
+                        for inside in _inside(offsets, a.shape[0])])
+
+
+@product.register_fake
+def _product_shape(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    return a.new_empty(a.shape[0], matrices.shape[1 if transposed else 2])
+
+
+@matrices_gradient.register_fake
+def _gradient_shape(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    shape = (grad.shape[1], a.shape[1]) if transposed else (a.shape[1], grad.shape[1])
+    return a.new_empty(offsets.shape[0], *shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.transposed = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, matrices, offsets = ctx.saved_tensors
+    of_a = product(grad, matrices, offsets, not ctx.transposed) if ctx.needs_input_grad[0] else None
+    of_b = matrices_gradient(grad, a, offsets, ctx.transposed) if ctx.needs_input_grad[1] else None
+    return of_a, of_b, None, None
+
+
+product.register_autograd(_differentiate, setup_context=_save)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, in rows that a kernel can read."""
+    stride = x.stride(0)
+    fits = x.stride(1) == 1 and stride >= x.shape[1] and stride * x.element_size() % ALIGNMENT == 0
+    return x if fits else x.contiguous()
+
+
+def _matrices(matrices: Tensor, transposed: bool) -> Tensor:
+    """[E, K, N]."""
+    matrices = matrices.contiguous()
+    return matrices.mT if transposed else matrices
+
+
+def _inside(offsets: Tensor, rows: int) -> list[Tensor]:
+    """Per expert which rows are its own, bool [R, 1]."""
+    row = torch.arange(rows, device=offsets.device, dtype=torch.int32)[:, None]
+    before = row.new_zeros(())
+    inside = []
+    for end in offsets.unbind(0):
+        inside.append((row >= before) & (row < end))
+        before = end
+    return inside
+
+
+def grouped_problems(device: torch.device, dtype: torch.dtype, *widths: int) -> list[str]:
+    """Every reason why torch's grouped product cannot serve rows of these widths without a host sync; none if it can.
+    """
+    reasons = []
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        reasons.append(f"the dtype is {dtype}, not bfloat16")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < HOPPER:
+        reasons.append("the device has a compute capability below 9.0")
+    if device.type != "cuda" and dtype not in CPU_DTYPES:
+        reasons.append(f"the dtype is {dtype}, not float32, bfloat16 or float16")
+    reasons += [f"rows of {width} numbers do not fill {ALIGNMENT} bytes" for width in widths
+                if width * dtype.itemsize % ALIGNMENT]
+    return reasons
+
+
+def _by_torch(x: Tensor, *widths: int) -> bool:
+    """Whether torch's grouped product is taken, or masked products. Raises ValueError where those would surprise."""
+    reasons = grouped_problems(x.device, x.dtype, *widths)
+    if reasons and x.is_cuda and x.dtype != torch.float64:
+        raise ValueError(f"grouped_mm cannot run on {x.device}: {'; '.join(reasons)}. Use bfloat16 (by autocast or "
+                         "model.to) on compute capability 9.0 or more, or float64 for a slow check.")
+    return not reasons

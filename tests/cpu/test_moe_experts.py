@@ -1,0 +1,227 @@
+"""Grouped products, the activation and experts against loops over experts: outputs and all gradients, NaN in tails."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packgraph.graphs.graphed import graph
+from packgraph.moe.activation import activation
+from packgraph.moe.dispatch import LocalDispatcher, Routing
+from packgraph.moe.experts import Experts, activate_and_multiply, naive_experts
+from packgraph.moe.grouped import grouped_mm, grouped_problems, naive_grouped_mm
+
+NAN = float("nan")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+ENDS = [[5, 5, 13], [0, 0, 0], [20, 20, 20], [0, 7, 20], [3, 10, 16]]
+
+
+def ends_of(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def poisoned(x: torch.Tensor, used: int) -> torch.Tensor:
+    """A copy with NaN in the tail."""
+    return torch.cat([x[:used], torch.full_like(x[used:], NAN)])
+
+
+def run(function, leaves, grad, *rest):
+    """[output, gradient of every leaf]."""
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    out = function(*leaves, *rest)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("widths", [(16, 24), (5, 7)], ids=str)
+def test_grouped_product_equals_the_loop(widths, ends, transposed, dtype):
+    used, (inner, outer) = ends[-1], widths
+    a, grad = torch.randn(20, inner).to(dtype), torch.randn(20, outer).to(dtype)
+    b = torch.randn((3, outer, inner) if transposed else (3, inner, outer)).to(dtype)
+
+    def ours(a, b):
+        return grouped_mm(a, b.mT if transposed else b, ends_of(ends))
+
+    def naive(a, b):
+        return naive_grouped_mm(a, b.mT if transposed else b, ends_of(ends))
+
+    out, of_a, of_b = run(ours, [poisoned(a, used), b], poisoned(grad, used))
+    for found, expected in zip((out[:used], of_a[:used], of_b), run(naive, [a, b], grad)):
+        torch.testing.assert_close(found, expected[: len(found)], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert of_b.is_contiguous()
+    empty = [expert for expert, start in enumerate([0, *ends[:-1]]) if start == ends[expert]]
+    assert not of_b[empty].any()
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 5))
+@settings(max_examples=25)
+def test_grouped_product_for_any_sizes(sizes, tail):
+    ends = torch.tensor(sizes).cumsum(0).int()
+    used = int(ends[-1])
+    if used + tail == 0:
+        return
+    a, b, grad = torch.randn(used + tail, 4), torch.randn(len(sizes), 4, 8), torch.randn(used + tail, 8)
+    out, of_a, of_b = run(grouped_mm, [poisoned(a, used), b], poisoned(grad, used), ends)
+    expected = run(naive_grouped_mm, [a, b], grad, ends)
+    for found, wanted in zip((out[:used], of_a[:used], of_b), expected):
+        torch.testing.assert_close(found, wanted[: len(found)], rtol=1e-5, atol=1e-5)
+
+
+def test_grouped_product_takes_expanded_and_strided_operands():
+    wide, b = torch.randn(6, 8), torch.randn(2, 4, 4)
+    a = wide[:, 2:6].requires_grad_()
+    ends = ends_of([2, 6])
+    grouped_mm(a, b, ends).sum().backward()  # a gradient with strides of 0
+    expected = a.detach().clone().requires_grad_()
+    naive_grouped_mm(expected, b, ends).sum().backward()
+    torch.testing.assert_close(a.grad, expected.grad)
+
+
+def test_grouped_product_refuses_what_does_not_fit():
+    a, b = torch.randn(4, 8), torch.randn(2, 8, 8)
+    with pytest.raises(ValueError, match=r"offsets int32 \[E\], got"):
+        grouped_mm(a, b, torch.tensor([1, 4]))
+    with pytest.raises(ValueError, match=r"\[4, 8\], \[2, 4, 8\]"):
+        grouped_mm(a, b[:, :4], ends_of([1, 4]))
+    with pytest.raises(ValueError, match=r"torch.float32 and torch.bfloat16"):
+        grouped_mm(a, b.bfloat16(), ends_of([1, 4]))
+    cpu = torch.device("cpu")
+    assert grouped_problems(cpu, torch.float32, 8, 4) == []
+    assert len(grouped_problems(cpu, torch.float64, 3)) == 2
+
+
+def make(dtype: torch.dtype, rows: int = 20, count: int = 3, hidden: int = 16, width: int = 24):
+    """values, weights, gate_up, down and a gradient."""
+    weights = torch.rand(rows, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    return [torch.randn(rows, hidden).to(dtype), weights, torch.randn(count, 2 * width, hidden).to(dtype) / 4,
+            torch.randn(count, hidden, width).to(dtype) / 4, torch.randn(rows, hidden).to(dtype)]
+
+
+def by_module(values, weights, gate_up, down, offsets):
+    return activate_and_multiply(grouped_mm(values, gate_up.mT, offsets), weights, down, offsets)
+
+
+def naive(values, weights, gate_up, down, offsets):
+    return naive_experts(values, weights, offsets, gate_up, down)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_experts_equal_the_loop(ends, dtype):
+    used = ends[-1]
+    values, weights, gate_up, down, grad = make(dtype)
+    ours = run(by_module, [poisoned(values, used), poisoned(weights, used), gate_up, down], poisoned(grad, used),
+               ends_of(ends))
+    high = torch.promote_types(dtype, torch.float32)  # bfloat16: against exact numbers, not against other roundings
+    expected = run(naive, [x.to(high) for x in (values, weights, gate_up, down)], grad.to(high), ends_of(ends))
+    for name, found, wanted in zip(("out", "values", "weights", "gate_up", "down"), ours, expected):
+        live = found if name in ("gate_up", "down") else found[:used]
+        wanted = wanted[: len(live)]
+        assert (live.to(high) - wanted).norm() <= TOLERANCE[dtype] * wanted.norm() + 1e-12, name
+    assert not ours[2][used:].any()  # the weights' gradient is 0 where there is no row
+
+
+def test_gradients_of_experts_are_right():
+    values, weights, gate_up, down, _ = make(torch.float64, rows=5, count=2, hidden=3, width=2)
+    leaves = [x.requires_grad_() for x in (values, weights, gate_up, down)]
+    assert torch.autograd.gradcheck(lambda *x: by_module(*x, ends_of([2, 5])), leaves)
+
+
+def test_activation_rounds_once():
+    h, weights = torch.randn(64, 48).bfloat16(), torch.rand(64)
+    gate, up = h.double().chunk(2, dim=1)
+    exact = gate * torch.sigmoid(gate) * up * weights[:, None].double()
+    error = (activation(h, weights, ends_of([64])).double() - exact).abs()
+    assert (error <= 1.01 * 2**-8 * exact.abs() + 1e-30).all()
+
+
+def test_gradients_of_weights_accumulate_and_frozen_weights_have_none():
+    experts = Experts(3, 16, 24)
+    values, weights, *_, grad = make(torch.float32)
+    for _ in range(2):
+        experts(values, weights, ends_of([5, 5, 13])).backward(grad)
+    twice = [parameter.grad.clone() for parameter in experts.parameters()]
+    experts.zero_grad()
+    experts(values, weights, ends_of([5, 5, 13])).backward(grad)
+    assert all(torch.equal(2 * parameter.grad, double) for parameter, double in zip(experts.parameters(), twice))
+    assert all(parameter.grad.is_contiguous() for parameter in experts.parameters())
+    experts.zero_grad()
+    experts.requires_grad_(False)
+    experts(values.requires_grad_(), weights, ends_of([5, 5, 13])).backward(grad)
+    assert values.grad is not None and all(parameter.grad is None for parameter in experts.parameters())
+
+
+def test_a_slice_of_experts_is_experts():
+    whole, part = Experts(4, 16, 24), Experts(2, 16, 24)
+    with torch.no_grad():
+        for mine, all_of_them in zip(part.parameters(), whole.parameters()):
+            mine.copy_(all_of_them[2:])
+    values, weights = torch.randn(12, 16), torch.rand(12)
+    out = part(values, weights, ends_of([5, 12]))
+    torch.testing.assert_close(out, whole(values, weights, ends_of([0, 0, 5, 12])), rtol=0, atol=0)
+
+
+def test_autocast_makes_products_narrow():
+    experts = Experts(3, 16, 24)
+    values, weights, *_ = make(torch.float32)
+    ends = ends_of([5, 5, 20])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = experts(values, weights, ends)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), experts(values, weights, ends), rtol=3e-2, atol=1e-3)
+
+
+class Layer(torch.nn.Module):
+    """Router without its choice (experts come from outside), and experts; a residual."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = Experts(count, 16, 8)
+        self.scale = torch.nn.Parameter(torch.ones(16))
+        self.dispatcher = LocalDispatcher(count)
+
+    def forward(self, x, weights, experts):
+        routing = Routing(experts, weights)
+        plan = self.dispatcher.preprocess(routing)
+        rows = self.dispatcher.dispatch(x * self.scale, routing, plan)
+        return x + self.dispatcher.combine(self.experts(*rows), plan)
+
+
+def train(module, steps: int):
+    """Per step outputs and all gradients, under routings that change: half padding, all padding, one expert."""
+    torch.manual_seed(1)
+    facts = []
+    for step in range(steps):
+        experts = torch.randint(-1 if step % 2 else 0, 4, (10, 2), dtype=torch.int32)
+        if step == 3:
+            experts.fill_(-1)
+        if step == 4:
+            experts.fill_(2)
+        experts[6:] = -1
+        weights = (torch.rand(10, 2) * (experts >= 0)).requires_grad_()
+        x = torch.randn(10, 16, requires_grad=True)
+        out = module(x, weights, experts)
+        out.square().sum().backward()
+        facts.append([out.detach().clone(), x.grad, weights.grad, *(p.grad.clone() for p in module.parameters())])
+    return facts
+
+
+@pytest.mark.parametrize("compile", [False, "aot_eager"], ids=str)
+def test_replays_follow_new_routings_bitwise(compile):
+    graphed = graph(Layer(), warmup=1, strict=True, compile=compile)
+    for step, (eager, replayed) in enumerate(zip(train(Layer(), 8), train(graphed, 8))):
+        for ours, theirs in zip(replayed, eager):
+            assert torch.equal(ours, theirs), step
+            assert not ours.isnan().any()
+    assert graphed.stats.replayed >= 6
+
+
+def test_torch_compile_sees_one_graph():
+    torch._dynamo.reset()
+    compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    for eager, other in zip(train(Layer(), 4), train(compiled, 4)):
+        for ours, theirs in zip(other, eager):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
