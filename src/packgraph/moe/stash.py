@@ -1,0 +1,192 @@
+"""The paged stash: what experts save for backward lies in pages, not in tensors of worst-case size.
+
+A layer's expert tensors have R rows, static and enough for the worst routing, of which n are live: a number on the
+device. Kept from forward to backward they cost R rows per layer and microbatch in flight. With the stash
+
+    forward     experts run on [R, w] tensors; what autograd saves is copied, n rows of it, to pages
+                the [R, w] tensors are free again: one layer's worst case, reused by the next layer
+    backward    pages -> [R, w] tensors with zeros behind row n; the pages go back to the pool
+
+so memory is one worst case plus the sum of what is live, over all layers and microbatches.
+
+Decisions, with reasons:
+
+* Pages are data. Which page a row is in is decided on the device at every replay, so graphs of all slots share one
+  pool and their forwards and backwards may replay in any order. What a graph's backward must know (the record) is an
+  ordinary tensor in the graphs' own memory, written by its forward.
+* One record per layer and microbatch for all tensors, see `stash_pages.py`.
+* Two forms. `saving` is a block around ordinary code: saved-tensor hooks do the work, the code knows nothing of it. It
+  works eagerly and in captures (hooks are Python: they run when a graph is captured, what they launch is in the graph),
+  not inside code that torch.compile traces. `keep` and `back` are for an explicit autograd function and are fit for
+  torch.compile. Both are the same operations.
+* Only row-major floating [R, w] tensors with w >= 8 go to pages; vectors (a weight per row) are left: they are small.
+  A tensor saved twice is stashed once. A view of wider rows (one half of a gated product) takes the whole rows with it
+  and shares them with the other views: what comes back has the layout it had, so kernels compute the same bits.
+* Pages go back with the last tensor of a record that the backward asks for. A forward without backward keeps its pages
+  until the next `reset`, which belongs at the beginning of every step.
+* A layer whose backward follows its forward at once (the last layer of the last chunk) need not be stashed: call it
+  outside of `saving`.
+
+    stash = Stash(device)                   # measures: notes what is saved, counts demand
+    with stash.saving(offsets, rows): ...   # warm-up steps
+    stash.allocate(pages)                   # from now on it stashes; before the first capture
+"""
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from packgraph.moe.stash_ops import put, reserve, take
+from packgraph.moe.stash_pages import DEMAND, NEED_HI, OVERFLOW, SPILLED_HI, Pages
+from packgraph.moe.stash_saving import Block, Column, unpack
+
+
+class Stash:
+    """One pool of pages for all layers and microbatches of a rank.
+
+    page_rows: rows of a page. identity: leave everything as it is (to compare with).
+
+    columns: how many tensors of each dtype and width one layer saves at most; noted until `allocate`.
+    """
+
+    def __init__(self, device: torch.device | str, page_rows: int = 64, identity: bool = False) -> None:
+        """Raises ValueError for a page that is no multiple of 16 rows: copies go 16 rows at a time."""
+        if page_rows < 1 or page_rows % 16:
+            raise ValueError(f"a page of {page_rows} rows: it must be a positive multiple of 16")
+        self.device, self.page_rows, self.identity = torch.device(device), page_rows, identity
+        self.columns: dict[Column, int] = {}
+        self.pages = Pages(0, 0, self.device)
+        self.buffers: dict[Column, list[Tensor]] = {}
+        self.hosts: dict[Column, list[Tensor]] = {}
+        self.measures = True
+
+    def allocate(self, pages: int, host_pages: int = 0, columns: Mapping[Column, int] | None = None) -> None:
+        """Make the pool; tensors are stashed from now on. columns: instead of those that were noted.
+
+        Graphs captured before go on without pages, or with those they were captured with: capture them again. Nothing
+        may be in flight. Raises ValueError without pages, or when nothing is known of what there is to stash.
+        """
+        self.columns = dict(self.columns if columns is None else columns)
+        if pages < 1 or not self.columns:
+            raise ValueError(f"a stash of {pages} pages for {len(self.columns)} kinds of tensors cannot be made: run a "
+                             "forward within `saving` first, or say which columns there are")
+        self.pages = Pages(pages, host_pages, self.device)
+        self.buffers = {column: self._memory(column, pages, self.device) for column in self.columns}
+        self.hosts = {column: self._memory(column, host_pages, torch.device("cpu")) if host_pages else []
+                      for column in self.columns}
+        self.measures = False
+
+    def _memory(self, column: Column, pages: int, device: torch.device) -> list[Tensor]:
+        dtype, width = column
+        pinned = device.type == "cpu" and self.device.type == "cuda"  # the kernels write to it over the bus
+        return [torch.empty(pages * self.page_rows + 1, width, dtype=dtype, device=device, pin_memory=pinned)
+                for _ in range(self.columns[column])]
+
+    def nbytes(self, host: bool = False) -> int:
+        """Bytes of all pages on the device (or on the host)."""
+        tiers = (self.hosts if host else self.buffers).values()
+        return sum(memory.nbytes for memories in tiers for memory in memories)
+
+    @contextlib.contextmanager
+    def saving(self, offsets: Tensor, rows: int, leave: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Within the block [rows, w] tensors saved for backward are stashed, offsets[-1] rows of them.
+
+        offsets: int [E], its last entry at most `rows`, unchanged until the block ends. leave: tensors that stay where
+        they are, because something else keeps them anyway. What is behind the live rows comes back as zeros, so the
+        block must only hold code that does not care. Raises RuntimeError inside code that torch.compile traces.
+        """
+        if self.identity:
+            yield
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError("Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
+                               "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled")
+        block = Block(self, offsets, rows, leave)
+        with torch.autograd.graph.saved_tensors_hooks(block.pack, unpack):
+            yield
+        block.close()
+
+    def keep(self, offsets: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Stash `sources`, [R, w] each, and return what to save for backward in their place.
+
+        For the forward of an autograd function; `back` undoes it. offsets: int [E], offsets[-1] rows are live. Raises
+        RuntimeError where the pool has no column for a source.
+        """
+        places = self._places(sources)
+        if self.identity or self.measures:
+            return tuple(sources)
+        rows = sources[0].shape[0]
+        record = self.reserve(offsets, rows)
+        buffers, hosts = [self.buffers[c][k] for c, k in places], self.host_memory(places)
+        token = put(buffers, hosts, list(sources), record, self.page_rows)
+        return record, token, self.pages.state, *buffers, *hosts
+
+    def back(self, kept: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """The tensors that `keep` was given, [rows, w], zero behind the live rows. Once: their pages are free then."""
+        if self.identity or self.measures:
+            return list(kept)
+        record, token, state, *memories = kept
+        count = len(memories) // 2 if self.pages.host_pages else len(memories)
+        return take(state, memories[:count], memories[count:], record, token, rows, self.page_rows, self.pages.pages,
+                    self.pages.host_pages, True)[:-1]
+
+    def verdict(self) -> Tensor:
+        """Whether something did not fit since the last `clear`: bool [], on the device, a tensor of its own."""
+        return self.pages.state[OVERFLOW] != 0
+
+    def need_hi(self) -> Tensor:
+        """Most pages that were in demand at once since the last `clear`, there or not: int64 []."""
+        return self.pages.state[NEED_HI].clone()
+
+    def spilled_hi(self) -> Tensor:
+        """Most host pages in use at once since the last `clear`: int64 []."""
+        return self.pages.state[SPILLED_HI].clone()
+
+    def in_use(self) -> Tensor:
+        """Pages in demand now: int64 []. 0 when every forward has had its backward."""
+        return self.pages.state[DEMAND].clone()
+
+    def reset(self) -> None:
+        """All pages are free again: for the beginning of a step, when nothing is in flight. The verdict stays."""
+        self.pages.reset()
+
+    def clear(self) -> None:
+        """Forget verdict and high-water marks: once somebody has read them and acted on them."""
+        self.pages.clear()
+
+    def reserve(self, offsets: Tensor, rows: int) -> Tensor:
+        """A record for the first offsets[-1] of `rows` rows."""
+        return reserve(self.pages.state, offsets, rows, self.page_rows, self.pages.pages, self.pages.host_pages)
+
+    def _places(self, sources: Sequence[Tensor]) -> list[tuple[Column, int]]:
+        """Which column each source goes to; while measuring, the columns are noted."""
+        used: Counter[Column] = Counter()
+        places = []
+        for source in sources:
+            column = (source.dtype, source.shape[1])
+            places.append((column, used[column]))
+            used[column] += 1
+        if self.measures and not self.identity:
+            self.note(used)
+        elif not self.identity:
+            for column, number in places:
+                self.check(column, number)
+        return places
+
+    def host_memory(self, places: Sequence[tuple[Column, int]]) -> list[Tensor]:
+        """The host memory of these columns; none where there is no such tier."""
+        return [self.hosts[column][number] for column, number in places] if self.pages.host_pages else []
+
+    def note(self, used: Mapping[Column, int]) -> None:
+        """A layer saves `used[column]` tensors of each column."""
+        for column, count in used.items():
+            self.columns[column] = max(count, self.columns.get(column, 0))
+
+    def check(self, column: Column, number: int) -> None:
+        """Raise RuntimeError unless there are pages for the `number`-th tensor of a column."""
+        if number >= self.columns.get(column, 0):
+            raise RuntimeError(f"a layer saves {number + 1} tensors of {column[0]} and width {column[1]}, but the "
+                               f"stash has pages for {self.columns.get(column, 0)}: it was allocated for other layers. "
+                               "Measure with these, or give their columns to Stash.allocate")

@@ -1,0 +1,158 @@
+"""Pages for rows of which only the device knows how many there are: who holds which page, and the rows in them.
+
+    state    | header | ring of free device pages  N | ring of free host pages  M | trash |      int64, on the device
+    record   | rows, fits, pages on the device, epoch | page of rows 0..P-1 | page of rows P..2P-1 | ... -1 |     int64
+    buffer   | page 0: P rows | page 1 | ... | page N - 1 | trash row |        one per saved tensor of a layer, [., w]
+
+A ring's head and tail only grow: tail - head pages are free, ring[head % N] is the next one. One record serves all
+tensors of a layer that have the same rows: page p is rows p * P to (p + 1) * P of *every* buffer, so one table and one
+reservation do for all of them, and since every layer saves the same tensors nothing is wasted.
+
+Reserving is arithmetic of one program; copying is parallel and knows only the record. An allocation that does not fit
+is refused as a whole and sets the verdict, which refuses all later ones until it is cleared. Demand is counted whether
+it fits or not, so its high-water mark says how many pages would have sufficed. Device pages go first, host pages (if
+there are any) take what is left, page by page. Resetting starts a new epoch: records of an earlier one are void.
+
+Here are the tensors and the operations in plain torch (static shapes, no host sync): they run on the CPU and are the
+specification of the kernels in `stash_kernel.py`. The order of work is that of one stream; every process that reserves,
+copies and releases must be on it.
+
+Idea: the paged stash of Megatron-LM (paged_stash.py, Apache-2.0), as described in its pull requests; written anew, with
+one table per layer, reservation apart from copying, exact demand, zeroed tails and spilling by pages.
+"""
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# What a reset leaves alone comes first: the verdict, high-water marks (pages in demand, pages in host memory).
+OVERFLOW, NEED_HI, SPILLED_HI, EPOCH, DEMAND, HEAD, TAIL, HOST_HEAD, HOST_TAIL, HEADER = range(10)
+ROWS, FITS, ON_DEVICE, RECORD_EPOCH, RECORD_HEADER = range(5)
+
+
+class Pages:
+    """The free pages of one pool. pages: on the device, host_pages: in host memory; both 0 only counts demand.
+
+    state: int64 [HEADER + pages + host_pages + 1]. Raises ValueError for negative numbers.
+    """
+
+    def __init__(self, pages: int, host_pages: int, device: torch.device) -> None:
+        if min(pages, host_pages) < 0:
+            raise ValueError(f"a pool has no negative number of pages, but got {pages} and {host_pages} on the host")
+        self.pages, self.host_pages = pages, host_pages
+        header = [0] * HEADER
+        header[TAIL], header[HOST_TAIL] = pages, host_pages
+        ids = torch.arange(pages + host_pages + 1, dtype=torch.int64)
+        self._initial = torch.cat([torch.tensor(header), ids]).to(device)
+        self.state = self._initial.clone()
+
+    def reset(self) -> None:
+        """All pages are free again. What is in flight is lost, verdict and marks stay. No host sync."""
+        self.state[EPOCH] += 1
+        self.state[DEMAND:].copy_(self._initial[DEMAND:])
+
+    def clear(self) -> None:
+        """Forget the verdict and the marks. No host sync."""
+        self.state[: SPILLED_HI + 1].zero_()
+
+
+def record_size(rows: int, page_rows: int) -> int:
+    """Numbers in the record of a tensor of `rows` rows."""
+    return RECORD_HEADER + -(-rows // page_rows)
+
+
+def naive_reserve(state: Tensor, offsets: Tensor, rows: int, page_rows: int, pages: int, host_pages: int) -> Tensor:
+    """Take pages for the first offsets[-1] (at most `rows`) rows; the record. Changes `state`, unseen by autograd.
+
+    offsets: int [E], of which the last counts.
+    """
+    state = _unversioned(state)
+    live = offsets.reshape(-1)[-1].long().clamp(0, rows)
+    need = (live + page_rows - 1) // page_rows
+    spare, host_spare = state[TAIL] - state[HEAD], state[HOST_TAIL] - state[HOST_HEAD]
+    fits = (state[OVERFLOW] == 0) & (need <= spare + host_spare)
+    on_device = torch.where(fits, torch.minimum(need, spare), 0)
+    on_host = torch.where(fits, need - on_device, 0)
+    slot = torch.arange(record_size(rows, page_rows) - RECORD_HEADER, device=state.device)
+    ids = torch.full_like(slot, -1)
+    if host_pages:
+        place = HEADER + pages + (state[HOST_HEAD] + slot - on_device) % host_pages
+        ids = torch.where(slot < on_device + on_host, state[place], ids)
+    if pages:
+        ids = torch.where(slot < on_device, state[HEADER + (state[HEAD] + slot) % pages], ids)
+    record = torch.cat([torch.stack([live, fits.long(), on_device, state[EPOCH]]), ids])
+    demand = state[DEMAND] + need
+    state[NEED_HI] = torch.maximum(state[NEED_HI], demand)
+    state[DEMAND] = demand
+    state[HEAD] += on_device
+    state[HOST_HEAD] += on_host
+    state[SPILLED_HI] = torch.maximum(state[SPILLED_HI], host_pages - (host_spare - on_host))
+    if pages + host_pages:  # without any pages demand is only counted
+        state[OVERFLOW] = torch.maximum(state[OVERFLOW], (~fits).long())
+    return record
+
+
+def naive_put(buffer: Tensor, host: Tensor | None, source: Tensor, record: Tensor, page_rows: int) -> None:
+    """Copy the live rows of source [R, w] into their pages. buffer: [N * P + 1, w]; host: [M * P + 1, w] or None."""
+    row = torch.arange(source.shape[0], device=source.device)
+    live = (row < record[ROWS]) & (record[FITS] == 1)
+    for pool, place in _places(buffer, host, record, row, live, page_rows):
+        _unversioned(pool).index_copy_(0, place, source.detach().to(pool.device))
+
+
+def naive_take(state: Tensor, buffer: Tensor, host: Tensor | None, record: Tensor, rows: int, page_rows: int) -> Tensor:
+    """[R, w]: the live rows out of their pages, zero behind them; all zero for a record that is void."""
+    row = torch.arange(rows, device=record.device)
+    live = (row < record[ROWS]) & (record[FITS] == 1) & (record[RECORD_EPOCH] == state[EPOCH])
+    out = buffer.new_zeros(rows, buffer.shape[1])
+    for pool, place in _places(buffer, host, record, row, live, page_rows):
+        out = torch.where((place < pool.shape[0] - 1)[:, None], pool[place].to(out.device), out)
+    return out
+
+
+def naive_release(state: Tensor, record: Tensor, page_rows: int, pages: int, host_pages: int) -> None:
+    """Give the record's pages back. A record of an earlier epoch has none to give, and sets the verdict: what was read
+    by it may be another's.
+    """
+    state = _unversioned(state)
+    valid = record[RECORD_EPOCH] == state[EPOCH]
+    need = torch.where(valid, (record[ROWS] + page_rows - 1) // page_rows, 0)
+    held = torch.where(record[FITS] == 1, need, 0)
+    on_device = torch.minimum(record[ON_DEVICE], held)
+    slot = torch.arange(record.numel() - RECORD_HEADER, device=state.device)
+    trash = state.numel() - 1
+    if pages:
+        place = torch.where(slot < on_device, HEADER + (state[TAIL] + slot) % pages, trash)
+        state.index_copy_(0, place, record[RECORD_HEADER:])
+    if host_pages:
+        place = HEADER + pages + (state[HOST_TAIL] + slot - on_device) % host_pages
+        place = torch.where((slot >= on_device) & (slot < held), place, trash)
+        state.index_copy_(0, place, record[RECORD_HEADER:])
+    state[TAIL] += on_device
+    state[HOST_TAIL] += held - on_device
+    state[DEMAND] -= need
+    if pages + host_pages:
+        state[OVERFLOW] = torch.maximum(state[OVERFLOW], (~valid).long())
+
+
+def _places(buffer: Tensor, host: Tensor | None, record: Tensor, row: Tensor, live: Tensor,
+            page_rows: int) -> Sequence[tuple[Tensor, Tensor]]:
+    """Per tier: its memory, and the row there of each of our rows; those that are not there are at the trash row."""
+    slot = row // page_rows
+    page = record[RECORD_HEADER:][slot]
+    here = live & (slot < record[ON_DEVICE])
+    trash, pages = buffer.shape[0] - 1, (buffer.shape[0] - 1) // page_rows
+    places = [(buffer, torch.where(here, page * page_rows + row % page_rows, trash))]
+    if host is not None:
+        there = torch.where(live & ~here, (page - pages) * page_rows + row % page_rows, host.shape[0] - 1)
+        places.append((host, there.to(host.device)))
+    return places
+
+
+def _unversioned(tensor: Tensor) -> Tensor:
+    """The same memory with a version counter of its own.
+
+    A pool is memory like the allocator's: whoever saved it for backward means the place, not its contents, and must not
+    be told that these have changed.
+    """
+    return tensor.data

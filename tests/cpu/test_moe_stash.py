@@ -1,0 +1,299 @@
+"""The paged stash: pages against an oracle, and gradients that are the same bits with and without it, graphs or not."""
+import pytest
+import torch
+from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss, train
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stashkit import COLUMNS, INNER, Experts, free_pages, make_expert_toy, poison_pages
+from torch import nn
+
+from packgraph.graphs.graphed import graph
+from packgraph.moe.stash import Stash
+from packgraph.moe.stash_ops import put, reserve, take
+from packgraph.moe.stash_pages import DEMAND, HEADER, OVERFLOW, Pages
+from packgraph.plan.schedule import make_schedule
+
+PAGE, ROWS, PLENTY = 4, 30, 400
+CPU = torch.device("cpu")
+
+
+class Oracle:
+    """Pages by Python lists. held: rows of every allocation that is out, and its pages (None: refused)."""
+
+    def __init__(self, pages, host_pages):
+        self.pages, self.free, self.free_hosts = pages, list(range(pages)), list(range(pages, pages + host_pages))
+        self.overflow, self.demand, self.need_hi = False, 0, 0
+
+    def reserve(self, rows):
+        need = -(-rows // PAGE)
+        self.demand += need
+        self.need_hi = max(self.need_hi, self.demand)
+        if self.overflow or need > len(self.free) + len(self.free_hosts):
+            self.overflow = True
+            return None
+        both = self.free[:need], self.free_hosts[: max(need - len(self.free), 0)]
+        del self.free[:need], self.free_hosts[: len(both[1])]
+        return both[0] + both[1]
+
+    def release(self, rows, held):
+        self.demand -= -(-rows // PAGE)
+        self.free += [page for page in held or () if page < self.pages]
+        self.free_hosts += [page for page in held or () if page >= self.pages]
+
+
+actions = st.lists(st.one_of(st.tuples(st.just("reserve"), st.integers(0, ROWS)),
+                             st.tuples(st.just("release"), st.integers(0, 100)),
+                             st.tuples(st.just("clear"), st.just(0))), max_size=40)
+
+
+@settings(max_examples=50)
+@given(actions, st.integers(1, 20), st.integers(0, 6))
+def test_pages_equal_the_oracle_and_none_is_lost(actions, pages, host_pages):
+    pool, oracle, out = Pages(pages, host_pages, CPU), Oracle(pages, host_pages), []
+    buffers = [torch.full((pages * PAGE + 1, width), float("nan")) for width in (8, 3)]
+    hosts = [torch.full((host_pages * PAGE + 1, width), float("nan")) for width in (8, 3)] if host_pages else []
+    sizes = (ROWS, PAGE, pages, host_pages)
+    for number, (what, value) in enumerate(actions):
+        if what == "reserve":
+            record = reserve(pool.state, torch.tensor([0, value], dtype=torch.int32), *sizes)
+            sources = [torch.rand(ROWS, width) + number for width in (8, 3)]
+            token = put(buffers, hosts, sources, record, PAGE)
+            held = oracle.reserve(value)
+            assert [page for page in record[4:].tolist() if page >= 0] == (held or [])
+            out.append((value, record, token, sources, held))
+        elif what == "release" and out:
+            rows, record, token, sources, held = out.pop(value % len(out))
+            taken = take(pool.state, buffers, hosts, record, token, ROWS, PAGE, pages, host_pages, True)
+            for back, source in zip(taken[:-1], sources, strict=True):
+                assert torch.equal(back[:rows], source[:rows] if held is not None else torch.zeros_like(source[:rows]))
+                assert not back[rows:].any()
+            oracle.release(rows, held)
+        elif what == "clear":
+            pool.clear()
+            oracle.overflow, oracle.need_hi = False, 0
+        state = pool.state.tolist()
+        _, free = free_pages(state, pages, host_pages)
+        assert sorted(free + [page for entry in out for page in entry[4] or ()]) == list(range(pages + host_pages))
+        assert [bool(state[OVERFLOW]), state[DEMAND], int(pool.state[1])] \
+            == [oracle.overflow, oracle.demand, oracle.need_hi]
+    pool.reset()
+    assert pool.state[HEADER:-1].tolist() == list(range(pages + host_pages))
+
+
+@pytest.mark.parametrize(("rows", "spare"), [(1, 0), (15, 0), (16, 0)] + [
+    (rows, spare) for rows in (17, 31, 32, 33, 47, 48) for spare in (-1, 0)])
+def test_the_exact_number_of_pages_suffices_and_one_less_does_not(rows, spare):
+    need = -(-rows // 16)
+    experts, stash = Experts(), Stash("cpu", page_rows=16)
+    stash.allocate(need + spare, columns=COLUMNS)
+    values = torch.randn(48, WIDTH, requires_grad=True)
+    offsets = torch.tensor([0, rows // 2, rows, rows], dtype=torch.int32)
+    with stash.saving(offsets, 48):
+        made = experts(values * 1, torch.rand(48), offsets)
+    made[:rows].sum().backward()
+    assert stash.verdict().item() == (spare < 0)
+    assert stash.need_hi().item() == need and stash.in_use().item() == 0
+    assert values.grad[:rows].any().item() == (spare >= 0)
+
+
+def stashed(**options):
+    stash = Stash("cpu", page_rows=16)
+    stash.allocate(PLENTY, columns=COLUMNS, **options)
+    return stash
+
+
+def checked(trace, stash):
+    assert not stash.verdict().item() and stash.in_use().item() == 0 and stash.need_hi().item() >= 4
+    return trace
+
+
+def poison_all(stash):
+    def poison(model, step):
+        poison_pages(stash)
+        if hasattr(model, "_slots"):
+            poison_free_slots(model, step)
+    return poison
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train(make_expert_toy(), steps=4)
+
+
+@pytest.mark.parametrize("host_pages", [0, 40])
+def test_eager_gradients_are_the_same_bits(plain, host_pages):
+    stash = Stash("cpu", page_rows=16)
+    stash.allocate(3 if host_pages else PLENTY, host_pages, COLUMNS)
+    found = train(make_expert_toy(stash), steps=4, between=poison_all(stash))
+    assert differences(plain, checked(found, stash)) == []
+    assert (stash.spilled_hi().item() > 0) == bool(host_pages)
+
+
+SCOPES = [None, ["moe_experts"], ["moe_dispatch", "moe_experts", "moe_combine"]]
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("scope", SCOPES, ids=str)
+def test_graphs_in_any_order_are_the_same_bits(plain, granularity, scope):
+    """Several microbatches in flight in slots of their own, backwards in random order, poison everywhere."""
+    stash = stashed()
+    graphed = graph(make_expert_toy(stash), scope=scope, granularity=granularity)
+    assert differences(plain, checked(train(graphed, steps=4, between=poison_all(stash)), stash)) == []
+    assert graphed.stats.replayed > 3 and dict(graphed.stats.fallbacks) == {"warm-up": 2}
+
+
+def in_order(schedule, models, stash, steps):
+    """Microbatches through `models` (the chunks of one rank, here one after the other) in a pipeline's order."""
+    torch.manual_seed(5)
+    trace = []
+    for _ in range(steps):
+        if stash is not None:
+            stash.reset()
+        inputs = [[toy_inputs(10) for _ in range(schedule.microbatches)] for _ in models]
+        outs = {}
+        for action in schedule.rows[0]:
+            chunk = schedule.chunk_of(action.stage)
+            if action.kind == "F":
+                outs[chunk, action.microbatch] = models[chunk](*inputs[chunk][action.microbatch])
+            else:
+                toy_loss(outs.pop((chunk, action.microbatch))).backward()
+            if stash is not None:
+                poison_pages(stash)
+        facts = {f"input {c} {m}": x.grad for c, pairs in enumerate(inputs) for m, (_, x) in enumerate(pairs)}
+        for number, model in enumerate(models):
+            facts |= {f"{number} {name}": p.grad.clone() for name, p in model.named_parameters()}
+            model.zero_grad()
+        trace.append(facts)
+    return trace
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize(("ranks", "chunks", "slots"), [(1, 1, 1), (3, 1, 3), (2, 2, 3)])
+def test_orders_of_pipelines_are_the_same_bits(granularity, ranks, chunks, slots):
+    """1F1B with one and three microbatches in flight, and interleaved chunks that share one stash."""
+    schedule = make_schedule(ranks, chunks, 4)
+    plain = in_order(schedule, [make_expert_toy() for _ in range(chunks)], None, 3)
+    stash = stashed()
+    models = [graph(make_expert_toy(stash), granularity=granularity, warmup=1) for _ in range(chunks)]
+    assert differences(plain, checked(in_order(schedule, models, stash, 3), stash)) == []
+    assert all(model.stats.replayed >= 8 for model in models)
+    assert max(len(model._slots.all) for model in models) >= slots
+
+
+def test_an_overflow_is_a_verdict_and_the_next_step_is_whole(plain):
+    stash = stashed()
+    graphed = graph(make_expert_toy(stash), granularity="chunk", warmup=0)
+    ids, x = toy_inputs(12)
+    ids[0] = 0
+    toy_loss(graphed(ids, x)).backward()
+    assert not stash.verdict().item()
+    need, whole = stash.need_hi().item(), x.grad.clone()
+    small = Stash("cpu", page_rows=16)
+    small.allocate(need - 1, columns=COLUMNS)
+    model = make_expert_toy(small)
+    graphed = graph(model, granularity="chunk", warmup=0)
+    for _ in range(3):
+        toy_loss(graphed(ids, x)).backward()
+    assert small.verdict().item() and small.need_hi().item() == need and small.in_use().item() == 0
+    small.reset()
+    assert small.verdict().item(), "a verdict stays until somebody has read it"
+    small.allocate(need)
+    x.grad = None
+    model.zero_grad()
+    toy_loss(graph(model, granularity="chunk", warmup=0)(ids, x)).backward()
+    assert torch.equal(x.grad, whole) and not small.verdict().item()
+
+
+def test_measuring_tells_columns_and_pages_and_changes_nothing(plain):
+    stash = Stash("cpu", page_rows=16)
+    found = train(make_expert_toy(stash), steps=4)
+    assert differences(plain, found) == []
+    assert stash.columns == COLUMNS and stash.in_use().item() == 0
+    need = stash.need_hi().item()
+    assert need > 4
+    stash.allocate(need)
+    assert differences(plain, checked(train(make_expert_toy(stash), steps=4), stash)) == []
+    assert stash.need_hi().item() == need
+    assert stash.nbytes() == (need * 16 + 1) * (WIDTH + 5 * INNER) * 4
+
+
+def test_identity_does_nothing(plain):
+    stash = Stash("cpu", identity=True)
+    assert differences(plain, train(make_expert_toy(stash), steps=4)) == []
+    assert stash.columns == {} and stash.need_hi().item() == 0
+
+
+def test_forwards_without_backward_keep_their_pages_until_the_reset():
+    stash, model = stashed(), None
+    model = make_expert_toy(stash)
+    inputs = toy_inputs(8)
+    with torch.no_grad():
+        model(*inputs)
+    assert stash.in_use().item() == 0
+    out = model(*inputs)
+    held = stash.in_use().item()
+    del out
+    assert held > 0 and stash.in_use().item() == held
+    stash.reset()
+    assert stash.in_use().item() == 0
+
+
+def test_a_backward_from_before_the_reset_sets_the_verdict_and_takes_no_page():
+    stash = stashed()
+    out = make_expert_toy(stash)(*toy_inputs(8))
+    stash.reset()
+    toy_loss(out).backward()
+    assert stash.verdict().item() and stash.in_use().item() == 0
+    _, free = free_pages(stash.pages.state.tolist(), PLENTY, 0)
+    assert sorted(free) == list(range(PLENTY))
+
+
+def test_a_second_backward_is_refused():
+    out = toy_loss(make_expert_toy(stashed())(*toy_inputs(8)))
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time: their pages"):
+        out.backward()
+
+
+def test_what_was_saved_twice_is_stashed_and_brought_back_once():
+    stash = Stash("cpu", page_rows=16)
+    stash.allocate(4, columns={(torch.float32, 8): 3})
+    leaf = torch.randn(32, 8, requires_grad=True)
+    offsets = torch.tensor([32])
+    weight = nn.Parameter(torch.randn(8, 8))
+    with stash.saving(offsets, 32):
+        x = leaf * 2.0
+        out = (x @ weight).sum() + (x @ weight.t()).sum() + x.exp().sum()  # saves x, x and the exponential
+        changed = x.detach()
+        changed.add_(1.0)  # the same memory with other contents
+        y = (changed @ weight).sum()
+    (out + y).backward()
+    assert stash.in_use().item() == 0 and not stash.verdict().item()
+    x = 2 * leaf.detach()
+    expected = x.sum(0)[:, None].expand(8, 8) + x.sum(0)[None].expand(8, 8) + (x + 1).sum(0)[:, None].expand(8, 8)
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_left_tensors_stay_where_they_are():
+    stash = Stash("cpu", page_rows=16)
+    x = torch.randn(32, 8)
+    weight = nn.Parameter(torch.randn(8, 8))
+    with stash.saving(torch.tensor([3]), 32, leave=[x]):
+        out = (x @ weight).sum()
+    assert stash.columns == {}
+    out.backward()
+    torch.testing.assert_close(weight.grad, x.sum(0)[:, None].expand(8, 8))
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(ValueError, match="multiple of 16"):
+        Stash("cpu", page_rows=20)
+    stash = Stash("cpu")
+    with pytest.raises(ValueError, match="run a forward within `saving` first"):
+        stash.allocate(5)
+    with pytest.raises(ValueError, match="negative"):
+        Pages(-1, 0, CPU)
+    stash.allocate(5, columns={(torch.float32, 16): 1})
+    x = torch.randn(32, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"width 8.*has pages for 0"), stash.saving(torch.tensor([3]), 32):
+        x.exp()

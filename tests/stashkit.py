@@ -1,0 +1,157 @@
+"""A small staged model with experts, whose saved activations may go to a stash; plain torch throughout."""
+import torch
+import torch.nn.functional as functional
+from graphkit import WIDTH, WORDS
+from torch import nn
+
+from packgraph.moe.dispatch import LocalDispatcher, Routing
+from packgraph.plan.stages import Stage, run_stages
+
+EXPERTS, TOP_K, INNER = 4, 2, 24
+# What experts save, by dtype and width: by single operations, and by hand.
+COLUMNS = {(torch.float32, WIDTH): 1, (torch.float32, 2 * INNER): 1, (torch.float32, INNER): 3}
+BY_HAND = {(torch.float32, WIDTH): 1, (torch.float32, 2 * INNER): 1, (torch.float32, INNER): 1}
+
+
+class Experts(nn.Module):
+    """Gated experts over rows; the weight of a row is applied before the second product."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, 2 * INNER))
+        self.down = nn.Parameter(0.3 * torch.randn(EXPERTS, INNER, WIDTH))
+
+    def forward(self, values, weights, offsets):
+        gate, up = functional.grouped_mm(values, self.up, offs=offsets).chunk(2, -1)
+        activation = functional.silu(gate) * up * weights[:, None]
+        return functional.grouped_mm(activation, self.down, offs=offsets)
+
+
+class StashedExperts(torch.autograd.Function):
+    """The same by hand: saves three tensors through Stash.keep."""
+
+    @staticmethod
+    def forward(ctx, values, weights, offsets, up, down, stash):
+        both = functional.grouped_mm(values, up, offs=offsets)
+        activation = activate(both, weights)
+        ctx.stash, ctx.rows = stash, values.shape[0]
+        ctx.save_for_backward(weights, offsets, up, down, *stash.keep(offsets, [values, both, activation]))
+        return functional.grouped_mm(activation, down, offs=offsets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weights, offsets, up, down, *kept = ctx.saved_tensors
+        values, both, activation = ctx.stash.back(kept, ctx.rows)
+        gate, linear = both.chunk(2, -1)
+        inner = functional.grouped_mm(grad, down.transpose(-2, -1), offs=offsets)
+        grad_down = functional.grouped_mm(activation.t(), grad, offs=offsets)
+        sigmoid = gate.sigmoid()
+        grad_weights = (inner * gate * sigmoid * linear).sum(-1)
+        inner = inner * weights[:, None]
+        grad_both = torch.cat([inner * linear * sigmoid * (1 + gate * (1 - sigmoid)), inner * gate * sigmoid], -1)
+        grad_up = functional.grouped_mm(values.t(), grad_both, offs=offsets)
+        grad_values = functional.grouped_mm(grad_both, up.transpose(-2, -1), offs=offsets)
+        return grad_values, grad_weights, None, grad_up, grad_down, None
+
+
+def activate(both, weights):
+    gate, up = both.chunk(2, -1)
+    return functional.silu(gate) * up * weights[:, None]
+
+
+class ExpertToy(nn.Module):
+    """Layers of attention and experts; inputs and outputs as graphkit's Toy, the last `padding` tokens unrouted.
+
+    How many: the first id of the microbatch, so that the live rows change from call to call.
+    """
+
+    def __init__(self, stash=None, layers=2, by_hand=False):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.attention = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(layers))
+        self.experts = nn.ModuleList(Experts() for _ in range(layers))
+        self.dispatcher = LocalDispatcher(EXPERTS)
+        self.stash, self.layers, self.by_hand = stash, layers, by_hand
+
+    def begin(self, ids, x):
+        return {"ids": ids, "x": x}
+
+    def end(self, state):
+        return {"loss": state["loss"], "aux": state["aux"], "hidden": state["hidden"]}
+
+    def forward(self, ids, x):
+        return run_stages(self, ids, x)
+
+    def stages(self):
+        stages = [Stage("embed", -1, self.embed)]
+        for layer in range(self.layers):
+            for name in ("attn", "moe_router", "moe_dispatch", "moe_experts", "moe_combine"):
+                run = getattr(self, name)
+                stages.append(Stage(name, layer, lambda state, run=run, layer=layer: run(state, layer)))
+        return [*stages, Stage("head", self.layers, self.head)]
+
+    def embed(self, state):
+        hidden = self.embedding(state["ids"]) + state["x"]
+        return {**state, "hidden": hidden, "aux": hidden.mean()}
+
+    def attn(self, state, layer):
+        return {**state, "hidden": state["hidden"] + self.attention[layer](state["hidden"]).tanh()}
+
+    def moe_router(self, state, layer):
+        weights, experts = self.routers[layer](state["hidden"]).softmax(-1).topk(TOP_K)
+        token = torch.arange(weights.shape[0], device=weights.device)
+        live = (token < weights.shape[0] - state["ids"][0] // 2)[:, None]
+        return {**state, "routing": Routing(torch.where(live, experts, -1).int(), torch.where(live, weights, 0))}
+
+    def moe_dispatch(self, state, layer):
+        plan = self.dispatcher.preprocess(state["routing"])
+        return {**state, "plan": plan, "rows": self.dispatcher.dispatch(state["hidden"], state["routing"], plan)}
+
+    def moe_experts(self, state, layer):
+        rows, experts = state["rows"], self.experts[layer]
+        if self.stash is None:
+            made = experts(rows.values, rows.weights, rows.offsets)
+        elif self.by_hand:
+            made = StashedExperts.apply(rows.values, rows.weights, rows.offsets, experts.up, experts.down, self.stash)
+        else:
+            with self.stash.saving(rows.offsets, rows.values.shape[0]):
+                made = experts(rows.values, rows.weights, rows.offsets)
+        return {**state, "made": made}
+
+    def moe_combine(self, state, layer):
+        hidden = state["hidden"] + self.dispatcher.combine(state["made"], state["plan"])
+        kept = {key: value for key, value in state.items() if key not in ("routing", "plan", "rows", "made")}
+        return {**kept, "hidden": hidden, "aux": state["aux"] + hidden.pow(2).mean()}
+
+    def head(self, state):
+        logits = state["hidden"] @ self.embedding.weight.T
+        return {**state, "loss": functional.cross_entropy(logits, state["ids"])}
+
+
+def make_expert_toy(stash=None, **options):
+    torch.manual_seed(1)
+    return ExpertToy(stash, **options)
+
+
+def poison_pages(stash):
+    """NaN in every page that nobody holds, and in the trash rows. Reads the device."""
+    state, pages, rows = stash.pages.state, stash.pages.pages, stash.page_rows
+    header, free = free_pages(state.tolist(), pages, stash.pages.host_pages)
+    del header
+    for tier, start in ((stash.buffers, 0), (stash.hosts, pages)):
+        for memory in (memory for memories in tier.values() for memory in memories):
+            memory.data[-1] = float("nan")
+            for page in free:
+                if start <= page < start + (memory.shape[0] - 1) // rows:
+                    memory.data[(page - start) * rows : (page - start + 1) * rows] = float("nan")
+
+
+def free_pages(state, pages, host_pages):
+    """Header, and the pages that are free, of a state as a list of numbers."""
+    from packgraph.moe.stash_pages import HEAD, HEADER, HOST_HEAD, HOST_TAIL, TAIL
+
+    ring, host_ring = state[HEADER : HEADER + pages], state[HEADER + pages : HEADER + pages + host_pages]
+    free = [ring[i % pages] for i in range(state[HEAD], state[TAIL])] if pages else []
+    free += [host_ring[i % host_pages] for i in range(state[HOST_HEAD], state[HOST_TAIL])] if host_pages else []
+    return state[:HEADER], free
