@@ -1,0 +1,92 @@
+"""The kernels of rows and of the experts' activation against the operations they replace, in Triton's interpreter."""
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from packgraph.moe import activation as operations
+from packgraph.moe.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.ops.loss import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
+INSIDE = "TRITON_INTERPRET"
+inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
+NAN = float("nan")
+
+
+def routing(tokens: int, places: int, count: int, kind: str) -> torch.Tensor:
+    """experts [T, k] of some kind of mixture."""
+    if kind == "mixed":
+        return torch.randint(-1, count, (tokens, places), dtype=torch.int32)
+    return torch.full((tokens, places), -1 if kind == "padding" else count - 1)
+
+
+@inside
+@pytest.mark.parametrize(("tokens", "places", "count", "rows"), [
+    (1, 1, 1, 1), (7, 3, 5, 21), (50, 8, 70, 400), (100, 6, 64, 601), (100, 6, 64, 300), (3, 2, 200, 900),
+    (300, 1, 2, 299)], ids=str)
+@pytest.mark.parametrize("kind", ["mixed", "padding", "one"])
+def test_plan_equals_the_operations(tokens, places, count, rows, kind):
+    from packgraph.moe.rows_kernel import plan
+    experts = routing(tokens, places, count, kind)
+    for ours, theirs in zip(plan(experts, count, rows), plan_rows(experts, count, rows)):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@inside
+def test_plan_scans_more_blocks_than_one_tile(monkeypatch):
+    from packgraph.moe import rows_kernel
+    monkeypatch.setattr(rows_kernel, "SCAN", 4)
+    experts = routing(500, 3, 5, "mixed")
+    for ours, theirs in zip(rows_kernel.plan(experts, 5, 1400), plan_rows(experts, 5, 1400)):
+        assert torch.equal(ours, theirs)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("places", "width", "rows"), [(1, 8, 20), (3, 1030, 40), (6, 96, 120)], ids=str)
+def test_moves_equal_the_operations(places, width, rows, dtype):
+    from packgraph.moe.rows_kernel import combine, gather, pick
+    plan = RowPlan(*plan_rows(torch.randint(-1, 5, (21, places)), 5, rows))
+    x, y = torch.randn(21, width).to(dtype), torch.randn(rows, width + 8).to(dtype)[:, :width]
+    y[plan.offsets[-1]:] = NAN
+    assert torch.equal(gather(x, plan.pair_of_row, places), gather_rows(x, plan))
+    assert torch.equal(gather(x[:1].expand(21, -1), plan.pair_of_row, places), gather_rows(x[:1].expand(21, -1), plan))
+    rounding = 1e-2 if dtype is torch.bfloat16 else 0.0  # the interpreter cuts off where a GPU rounds
+    torch.testing.assert_close(combine(y, plan.row_of_pair), combine_rows(y, plan), rtol=rounding, atol=rounding)
+    weights = torch.rand(21, places)
+    assert torch.equal(pick(weights.reshape(-1), plan.pair_of_row), gather_pairs(weights, plan))
+    assert torch.equal(pick(y[:, 0], plan.row_of_pair.reshape(-1)),
+                       torch.ops.packgraph.pick(y[:, 0], plan.row_of_pair.reshape(-1), plan.pair_of_row))
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("ends", "width"), [([0, 3, 3, 9], 24), ([11], 520), ([0, 0], 16)], ids=str)
+def test_activation_equals_the_operations(ends, width, dtype):
+    from packgraph.moe.activation_kernel import activate, activate_backward
+    offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
+    h, weights, grad = (3 * torch.randn(11, 2 * width)).to(dtype), torch.rand(11), torch.randn(11, width).to(dtype)
+    h[:1] *= 40  # where the sigmoid is 0 or 1
+    for x in (h, weights, grad):
+        x[used:] = NAN
+    close = {"rtol": 1e-2 if dtype is torch.bfloat16 else 1e-5, "atol": 1e-5}
+    found = [activate(h, weights, offsets), *activate_backward(grad, h, weights, offsets)]
+    wanted = [operations.activation(h, weights, offsets),
+              *operations.activation_backward(grad, h, weights, offsets)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        torch.testing.assert_close(ours[:used], theirs[:used], **close)
+    assert not found[2][used:].any()
+
+
+@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
+def test_in_the_interpreter():
+    assert importlib.util.find_spec("triton") is not None
+    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
