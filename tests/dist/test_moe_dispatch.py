@@ -112,12 +112,13 @@ def overflows(mesh):
     layer = slice_experts(Layer(dispatcher, 4))
     found, verdicts = [], []
     for _ in range(2):
+        layer.dispatcher = dispatcher
         plan = dispatcher.preprocess(Routing(experts, weights))
         verdicts.append((int(dispatcher.overflow(plan)), int(plan.needed)))
         found.append(run_layer(layer, x, experts, weights))
         most = torch.stack([plan.needed])
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
-        dispatcher.factor = dispatcher.factor_for(int(most), 32)
+        dispatcher = dispatcher.grown(int(most), 32)
     return verdicts, found, dispatcher.factor
 
 

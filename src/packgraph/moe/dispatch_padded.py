@@ -39,8 +39,8 @@ class PaddedPlan(NamedTuple):
 class PaddedDispatcher:
     """An all-to-all of C places per pair of ranks. group: the ranks that share the experts; None = this process.
 
-    factor: C over the balanced load T * k / ranks; `ranks` always suffices. It may be raised between steps; what was
-    captured before goes on with the room that it was captured with.
+    factor: C over the balanced load T * k / ranks; `ranks` always suffices. For more room put another dispatcher in its
+    place (`grown`): graphs notice that, and are captured anew with the new shapes.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None, factor: float) -> None:
@@ -59,9 +59,13 @@ class PaddedDispatcher:
         """C, the places for rows from one rank to another, for T * k = `pairs` routed pairs."""
         return _rounded(min(math.ceil(pairs * self.factor / self._sharing.ranks), pairs))
 
-    def factor_for(self, needed: int, pairs: int) -> float:
-        """The factor with which `needed` rows per pair of ranks have room, never less than the present one."""
-        return max(self.factor, _rounded(needed) * self._sharing.ranks / pairs)
+    def grown(self, needed: int, pairs: int) -> "PaddedDispatcher":
+        """A dispatcher in which `needed` rows per pair of ranks have room; never less room than here.
+
+        All ranks of the group must take the same, so `needed` is the most that any of them had.
+        """
+        factor = max(self.factor, _rounded(needed) * self._sharing.ranks / pairs)
+        return PaddedDispatcher(self.num_experts, self._group, factor)
 
     def preprocess(self, routing: Routing) -> PaddedPlan:
         """The plan of both buffers; exchanges the ends of experts. No host sync."""

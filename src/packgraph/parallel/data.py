@@ -8,6 +8,10 @@
 The invariant: parameters and gradients never move, so graphs that baked their addresses stay right; a `.grad` that was
 set to None or replaced meanwhile is found and taken in. Spans are reduced in one fixed order on all ranks, whatever
 order their gradients are finished in. Single process: the same buffers, nothing is sent.
+
+Where replicas share the experts of a layer (`parallel/expert.py`), experts lie in spans of their own: only replicas
+that hold the same ones (`edp`) add up. That is the whole sum: a loss is a sum over tokens, and the tokens of all ranks
+that share the experts have been to them.
 """
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
-from packgraph.parallel.pieces import Pieces
+from packgraph.parallel.pieces import Pieces, expert_part
 from packgraph.parallel.spans import plan_spans
 
 SPAN_BYTES = 32 * 2**20  # large enough for full bandwidth, small enough that most of a model overlaps with backward
@@ -56,16 +60,18 @@ class Member:
 class Span:
     """A part of the flat buffers, all of one kind.
 
-    parameters, gradients: [size] of one dtype. own: the part of this rank. own_gradients: [size / ranks], after
-    `reduce` the sums over all ranks. decays: weight decay applies (two or more dimensions). sharded: other
-    tensor-parallel ranks hold other elements, not copies. sharers: the ranks over which gradients of copies are still
-    to be summed, None where every rank computes the whole gradient. tied: the name of the one parameter here of which
-    other pipeline stages (the sharers) have copies, None for all others.
+    parameters, gradients: [size] of one dtype. group: the replicas that hold the same parameters, None = no other rank
+    does. own: the part of this rank. own_gradients: [size / ranks of the group], after `reduce` the sums over the
+    group. decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel ranks hold other
+    elements, not copies. sharers: the ranks over which gradients of copies are still to be summed, None where every
+    rank computes the whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
+    sharers) have copies, None for all others.
     """
 
     members: list[Member]
     parameters: Tensor
     gradients: Tensor
+    group: dist.ProcessGroup | None
     own: slice
     own_gradients: Tensor
     decays: bool
@@ -85,32 +91,36 @@ class Span:
         """
         start, stop = max(member.place.start, self.own.start), min(member.place.stop, self.own.stop)
         held = flat[start - self.own.start : max(start, stop) - self.own.start]
-        local = local_tensor(member.parameter)
-        if not isinstance(member.parameter, DTensor) and self.own_gradients.numel() == self.gradients.numel():
-            return held.view(local.shape)
-        offsets = [0] * local.ndim
-        if isinstance(member.parameter, DTensor):
+        local, experts = local_tensor(member.parameter), expert_part(member.parameter)
+        shape, offsets = member.parameter.shape, (0,) * local.ndim
+        if experts is not None:
+            shape, offsets = experts.shape, experts.offsets
+        elif isinstance(member.parameter, DTensor):
             (chunk,) = member.parameter.__create_chunk_list__()
             offsets = chunk.offsets
-        return Pieces.of_flat(held, start - member.place.start, local.shape, member.parameter.shape, offsets)
+        elif self.own_gradients.numel() == self.gradients.numel():
+            return held.view(local.shape)
+        return Pieces.of_flat(held, start - member.place.start, local.shape, shape, offsets)
 
 
 class FlatParameters:
     """All trainable parameters of a rank as views of flat buffers, one per dtype, and their way over the replicas.
 
     group: the ranks that hold the same parameters, None = this process alone. ties: names of parameters of which
-    other pipeline stages have copies, with the groups of all that have them.
+    other pipeline stages have copies, with the groups of all that have them. experts: of `group`, the ranks that hold
+    the same experts, None = no other rank does.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None,
-                 span_bytes: int = SPAN_BYTES, ties: Mapping[str, dist.ProcessGroup] | None = None) -> None:
+                 span_bytes: int = SPAN_BYTES, ties: Mapping[str, dist.ProcessGroup] | None = None,
+                 experts: dist.ProcessGroup | None = None) -> None:
         """Moves the parameters into the buffers. Raises ValueError when there is nothing to train, or a tied parameter
         is copied over tensor parallel ranks as well."""
         self.group = group
         named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         if not named:
             raise ValueError("there is no parameter that needs a gradient, so there is nothing to train")
-        self.spans = _make_spans(named, group, span_bytes, ties or {})
+        self.spans = _make_spans(named, {False: group, True: experts}, span_bytes, ties or {})
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits in a circle.
         self._shared = sorted((span for span in self.spans if span.sharers is not None), key=lambda s: s.tied or "")
         self._span_of = {id(member.parameter): number for number, span in enumerate(self.spans)
@@ -171,7 +181,7 @@ class FlatParameters:
         for work in self._works:
             work.wait()
         for span in self._shared:
-            if self.group is None:
+            if span.group is None:
                 span.own_gradients.copy_(span.gradients)
             dist.all_reduce(span.own_gradients, group=span.sharers)
         for handle in self._handles:
@@ -181,10 +191,8 @@ class FlatParameters:
     @torch.no_grad()
     def gather(self) -> None:
         """Give every rank the parts that the others have updated. Work queued afterwards sees all of them."""
-        if self.group is None:
-            return
-        works = [dist.all_gather_into_tensor(span.parameters, span.own_parameters, group=self.group, async_op=True)
-                 for span in self.spans]
+        works = [dist.all_gather_into_tensor(span.parameters, span.own_parameters, group=span.group, async_op=True)
+                 for span in self.spans if span.group is not None]
         for work in works:
             work.wait()
 
@@ -202,9 +210,9 @@ class FlatParameters:
         self._launched += 1
         for member in span.members:
             member.attach()
-        if self.group is not None:
+        if span.group is not None:
             self._works.append(dist.reduce_scatter_tensor(
-                span.own_gradients, span.gradients, group=self.group, async_op=True))
+                span.own_gradients, span.gradients, group=span.group, async_op=True))
 
 
 def _after(ready: Callable[[Sequence[Tensor]], None], parameters: Sequence[Tensor]) -> Callable[..., None]:
@@ -228,25 +236,30 @@ def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
         stack.extend(parent for parent, _ in node.next_functions)
 
 
-def _make_spans(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None, span_bytes: int,
-                ties: Mapping[str, dist.ProcessGroup]) -> list[Span]:
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    spans: list[Span] = []
+def _make_spans(named: list[tuple[str, nn.Parameter]], groups: Mapping[bool, dist.ProcessGroup | None],
+                span_bytes: int, ties: Mapping[str, dist.ProcessGroup]) -> list[Span]:
+    """groups: the replicas of parameters that are parts of experts, and of all others."""
+    everyone, spans = groups[False], list[Span]()
+    # Replicas of the same experts are some of all replicas, their number divides that of all, and so each span.
+    replicas = 1 if everyone is None else dist.get_world_size(everyone)
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
         ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
-        most = None if group is None else span_bytes // dtype.itemsize
+        most = None if everyone is None else span_bytes // dtype.itemsize
         # A tied parameter has a span to itself: then every stage has it at the same place, cut into the same parts.
-        kinds = [(parameter.ndim >= 2, *_spread(parameter), name if name in ties else None) for name, parameter in ours]
-        plans = plan_spans([local_tensor(parameter).numel() for _, parameter in ours], kinds, ranks, most)
+        kinds = [(parameter.ndim >= 2, *_spread(parameter), name if name in ties else None,
+                  expert_part(parameter) is not None) for name, parameter in ours]
+        plans = plan_spans([local_tensor(parameter).numel() for _, parameter in ours], kinds, replicas, most)
         device = local_tensor(ours[0][1]).device
         # Two storages: whoever journals writes to gradients must not have to save the parameters with them.
         flats = [torch.zeros(sum(plan.size for plan in plans), dtype=dtype, device=device) for _ in range(2)]
         pieces = [flat.split([plan.size for plan in plans]) for flat in flats]
         for plan, parameters, gradients in zip(plans, *pieces, strict=True):
+            decays, sharded, shared, tied, experts = kinds[plan.members[0].index]
+            group = groups[experts]
+            ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
             own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
             members = [_move(ours[place.index], slice(place.start, place.stop), parameters, gradients)
                        for place in plan.members]
-            decays, sharded, shared, tied = kinds[plan.members[0].index]
             if shared and tied is not None:
                 raise ValueError(f"{tied} is tied to another stage and copied over tensor parallel ranks: split it, as "
                                  "packgraph.parallel.tensor.parallelize does with embedding and head")
@@ -254,7 +267,7 @@ def _make_spans(named: list[tuple[str, nn.Parameter]], group: dist.ProcessGroup 
             if shared:
                 sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
             reduced = gradients if group is None and sharers is None else torch.zeros_like(gradients[own])
-            spans.append(Span(members, parameters, gradients, own, reduced, decays, sharded, sharers, tied))
+            spans.append(Span(members, parameters, gradients, group, own, reduced, decays, sharded, sharers, tied))
     return spans
 
 

@@ -10,15 +10,47 @@ The invariant: a checkpoint holds every tensor under its full name and in its fu
 was saved in; so it can be read in any other.
 """
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+_MARK = "packgraph_expert_part"
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """Where a parameter of some experts lies in the stack of all of a layer. shape: of the stack [E, ...]."""
+
+    shape: torch.Size
+    offsets: tuple[int, ...]
+
+
+def mark_experts(parameter: nn.Parameter, part: ExpertPart) -> None:
+    """Say that `parameter` is part of a stack of experts, of which other ranks hold other parts, not copies."""
+    setattr(parameter, _MARK, part)
+
+
+def expert_part(parameter: Tensor) -> ExpertPart | None:
+    """What `mark_experts` has said, None for a parameter of which every replica has a copy."""
+    found: ExpertPart | None = getattr(parameter, _MARK, None)
+    return found
+
+
+def stored(tensors: Mapping[str, Tensor], parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """`tensors` (a state_dict) as checkpoints hold them: parts of stacks of experts as `Pieces` of the stacks.
+
+    parameters: the model's, by the same names. The memory is shared.
+    """
+    parts = {name: part for name, parameter in parameters if (part := expert_part(parameter)) is not None}
+    return {name: tensor if name not in parts else
+            Pieces(parts[name].shape, tensor.dtype, [(parts[name].offsets, tensor.detach())])
+            for name, tensor in tensors.items()}
 
 
 def rectangles(start: int, stop: int, shape: Sequence[int]) -> list[Rectangle]:
