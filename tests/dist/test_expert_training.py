@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from dispatchkit import H, Layer
 from distkit import run_ranks
-from moekit import H, Layer
 from torch import nn
 
 from packgraph.moe.dispatch import LocalDispatcher

@@ -2,10 +2,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from dispatchkit import Layer, draw_routing, run_layer
 from distkit import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moekit import Layer, draw_routing, run_layer
 from torch import nn
 
 from packgraph.graphs.errors import CaptureError
