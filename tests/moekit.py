@@ -1,68 +1,79 @@
-"""A layer with experts whose routing is given, for tests of dispatchers: experts row by row, no grouped products."""
+"""Experts for tests on every device: operands with poisoned tails, both forms, and a layer under changing routings."""
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from packgraph.moe.dispatch import Routing
+from packgraph.moe.dispatch import LocalDispatcher, Routing
+from packgraph.moe.experts import Experts, activate_and_multiply, naive_experts
+from packgraph.moe.grouped import grouped_mm
 
-H, WIDTH = 6, 5
+NAN = float("nan")
 
 
-class Experts(nn.Module):
-    """The stacks of a layer's experts; every row by the matrices of its expert."""
+def ends_of(numbers: list[int], device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
-    def __init__(self, count, hidden=H, width=WIDTH, dtype=torch.float64):
+
+def poisoned(x: torch.Tensor, used: int) -> torch.Tensor:
+    """A copy with NaN in the tail."""
+    return torch.cat([x[:used], torch.full_like(x[used:], NAN)])
+
+
+def run(function, leaves, grad, *rest):
+    """[output, gradient of every leaf]."""
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    out = function(*leaves, *rest)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def make(dtype: torch.dtype, rows: int = 20, count: int = 3, hidden: int = 16, width: int = 24, device: str = "cpu"):
+    """values, weights, gate_up, down and a gradient."""
+    weights = torch.rand(rows, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    made = [torch.randn(rows, hidden).to(dtype), weights, torch.randn(count, 2 * width, hidden).to(dtype) / 4,
+            torch.randn(count, hidden, width).to(dtype) / 4, torch.randn(rows, hidden).to(dtype)]
+    return [x.to(device) for x in made]
+
+
+def by_module(values, weights, gate_up, down, offsets):
+    return activate_and_multiply(grouped_mm(values, gate_up.mT, offsets), weights, down, offsets)
+
+
+def naive(values, weights, gate_up, down, offsets):
+    return naive_experts(values, weights, offsets, gate_up, down)
+
+
+class Layer(torch.nn.Module):
+    """Experts with a residual, and the moves around them; which experts and their weights come from outside."""
+
+    def __init__(self, count: int = 4, hidden: int = 16, width: int = 8) -> None:
         super().__init__()
-        draw = torch.Generator().manual_seed(count)
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * width, hidden, generator=draw, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.randn(count, hidden, width, generator=draw, dtype=dtype))
+        torch.manual_seed(0)
+        self.experts = Experts(count, hidden, width)
+        self.scale = torch.nn.Parameter(torch.ones(hidden))
+        self.dispatcher = LocalDispatcher(count)
 
-    def forward(self, rows):
-        row = torch.arange(rows.values.shape[0])
-        expert = torch.searchsorted(rows.offsets.long(), row, right=True)
-        live = (expert < self.gate_up_proj.shape[0])[:, None]
-        expert = expert.clamp(max=self.gate_up_proj.shape[0] - 1)
-        gate, up = torch.einsum("rh,rih->ri", rows.values, self.gate_up_proj[expert]).chunk(2, -1)
-        act = F.silu(gate) * up * rows.weights[:, None].to(gate.dtype)
-        made = torch.einsum("ri,rhi->rh", act, self.down_proj[expert])
-        # What no row makes is undefined by the protocol: here it is what would be seen at once.
-        return torch.where(live, made, float("nan"))
-
-
-class Layer(nn.Module):
-    """Experts and a dispatcher, under the names that a layer of a model has."""
-
-    def __init__(self, dispatcher, num_experts):
-        super().__init__()
-        self.experts, self.dispatcher = Experts(num_experts), dispatcher
-
-    def forward(self, x, experts, weights):
+    def forward(self, x, weights, experts):
         routing = Routing(experts, weights)
         plan = self.dispatcher.preprocess(routing)
-        made = self.experts(self.dispatcher.dispatch(x, routing, plan))
-        return self.dispatcher.combine(made, plan)
+        rows = self.dispatcher.dispatch(x * self.scale, routing, plan)
+        return x + self.dispatcher.combine(self.experts(*rows), plan)
 
 
-def draw_routing(seed, tokens, places, num_experts, *, padding=0.0, busy=None, dtype=torch.float64):
-    """Hidden states [T, H], experts int32 [T, k] without repetition in a row, weights float32 [T, k].
-
-    padding: the share of tokens at the end that are routed nowhere. busy: experts that may be chosen, None = all.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    chosen = torch.tensor(list(range(num_experts) if busy is None else busy))
-    order = torch.rand(tokens, len(chosen), generator=draw).argsort(1)[:, :places]
-    experts = chosen[order].int()
-    weights = torch.rand(tokens, experts.shape[1], generator=draw)
-    live = tokens - int(tokens * padding)
-    experts[live:], weights[live:] = -1, 0
-    return torch.randn(tokens, H, generator=draw, dtype=dtype), experts, weights
-
-
-def run_layer(layer, x, experts, weights):
-    """Output and all gradients of a layer, of a loss in which every element counts differently."""
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    layer.zero_grad()
-    out = layer(x, experts, weights)
-    (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-    return {"out": out.detach(), "x": x.grad, "weights": weights.grad,
-            **{name: value.grad.clone() for name, value in layer.experts.named_parameters()}}
+def train(module, steps: int, tokens: int = 10, device: str = "cpu", dtype: torch.dtype = torch.float32):
+    """Per step outputs and all gradients, under routings that change: half padding, all padding, one expert."""
+    torch.manual_seed(1)
+    count = next(p for p in module.parameters() if p.dim() == 3).shape[0]
+    hidden = next(p for p in module.parameters() if p.dim() == 1).shape[0]
+    facts = []
+    for step in range(steps):
+        experts = torch.randint(-1 if step % 2 else 0, count, (tokens, 2), dtype=torch.int32)
+        if step == 3:
+            experts.fill_(-1)
+        if step == 4:
+            experts.fill_(2)
+        experts[6 * tokens // 10 :] = -1
+        weights = (torch.rand(tokens, 2) * (experts >= 0)).to(device).requires_grad_()
+        x = torch.randn(tokens, hidden).to(device, dtype).requires_grad_()
+        out = module(x, weights, experts.to(device))
+        out.square().sum().backward()
+        facts.append([out.detach().clone(), x.grad, weights.grad, *(p.grad.clone() for p in module.parameters())])
+    return facts

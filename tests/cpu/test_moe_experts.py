@@ -3,33 +3,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moekit import Layer, by_module, ends_of, make, naive, poisoned, run, train
 
 from packgraph.graphs.graphed import graph
 from packgraph.moe.activation import activation
-from packgraph.moe.dispatch import LocalDispatcher, Routing
-from packgraph.moe.experts import Experts, activate_and_multiply, naive_experts
+from packgraph.moe.experts import Experts
 from packgraph.moe.grouped import grouped_mm, grouped_problems, naive_grouped_mm
 
-NAN = float("nan")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 ENDS = [[5, 5, 13], [0, 0, 0], [20, 20, 20], [0, 7, 20], [3, 10, 16]]
-
-
-def ends_of(numbers: list[int]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def poisoned(x: torch.Tensor, used: int) -> torch.Tensor:
-    """A copy with NaN in the tail."""
-    return torch.cat([x[:used], torch.full_like(x[used:], NAN)])
-
-
-def run(function, leaves, grad, *rest):
-    """[output, gradient of every leaf]."""
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    out = function(*leaves, *rest)
-    out.backward(grad)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -90,21 +72,6 @@ def test_grouped_product_refuses_what_does_not_fit():
     cpu = torch.device("cpu")
     assert grouped_problems(cpu, torch.float32, 8, 4) == []
     assert len(grouped_problems(cpu, torch.float64, 3)) == 2
-
-
-def make(dtype: torch.dtype, rows: int = 20, count: int = 3, hidden: int = 16, width: int = 24):
-    """values, weights, gate_up, down and a gradient."""
-    weights = torch.rand(rows, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    return [torch.randn(rows, hidden).to(dtype), weights, torch.randn(count, 2 * width, hidden).to(dtype) / 4,
-            torch.randn(count, hidden, width).to(dtype) / 4, torch.randn(rows, hidden).to(dtype)]
-
-
-def by_module(values, weights, gate_up, down, offsets):
-    return activate_and_multiply(grouped_mm(values, gate_up.mT, offsets), weights, down, offsets)
-
-
-def naive(values, weights, gate_up, down, offsets):
-    return naive_experts(values, weights, offsets, gate_up, down)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -171,42 +138,6 @@ def test_autocast_makes_products_narrow():
         out = experts(values, weights, ends)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), experts(values, weights, ends), rtol=3e-2, atol=1e-3)
-
-
-class Layer(torch.nn.Module):
-    """Router without its choice (experts come from outside), and experts; a residual."""
-
-    def __init__(self, count: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.experts = Experts(count, 16, 8)
-        self.scale = torch.nn.Parameter(torch.ones(16))
-        self.dispatcher = LocalDispatcher(count)
-
-    def forward(self, x, weights, experts):
-        routing = Routing(experts, weights)
-        plan = self.dispatcher.preprocess(routing)
-        rows = self.dispatcher.dispatch(x * self.scale, routing, plan)
-        return x + self.dispatcher.combine(self.experts(*rows), plan)
-
-
-def train(module, steps: int):
-    """Per step outputs and all gradients, under routings that change: half padding, all padding, one expert."""
-    torch.manual_seed(1)
-    facts = []
-    for step in range(steps):
-        experts = torch.randint(-1 if step % 2 else 0, 4, (10, 2), dtype=torch.int32)
-        if step == 3:
-            experts.fill_(-1)
-        if step == 4:
-            experts.fill_(2)
-        experts[6:] = -1
-        weights = (torch.rand(10, 2) * (experts >= 0)).requires_grad_()
-        x = torch.randn(10, 16, requires_grad=True)
-        out = module(x, weights, experts)
-        out.square().sum().backward()
-        facts.append([out.detach().clone(), x.grad, weights.grad, *(p.grad.clone() for p in module.parameters())])
-    return facts
 
 
 @pytest.mark.parametrize("compile", [False, "aot_eager"], ids=str)

@@ -69,7 +69,7 @@ def _assign(experts, counts, totals, pair_of_row, row_of_pair, offsets, needed, 
             tl.store(offsets + expert, tl.minimum(ends, rows), mask=expert < COUNT)
         before += tl.sum(total, 0)
     if block == 0:
-        tl.store(needed, before.to(tl.int64))
+        tl.store(needed, before)
     same = (chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])
     row += tl.sum(same.to(tl.int32), 1)
     live = (chosen >= 0) & (chosen < COUNT) & (row < rows)

@@ -1,0 +1,206 @@
+"""Experts on CUDA: kernels against loops and the CPU, NaN in tails, large offsets, capture, no syncs."""
+import pytest
+import torch
+from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, train
+
+from packgraph.graphs.graphed import graph
+from packgraph.moe.activation import activation, activation_backward
+from packgraph.moe.grouped import grouped_mm, grouped_problems, naive_grouped_mm
+from packgraph.moe.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.rows_naive import naive_plan_rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+RELATIVE = 0.02  # bfloat16: every product and the activation round once
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def quiet_again():
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def needs_grouped_products() -> None:
+    if problems := grouped_problems(torch.device("cuda", 0), BF16):
+        pytest.skip("; ".join(problems))
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-9))
+
+
+def routing(tokens: int, places: int, count: int, padding: float = 0.3) -> torch.Tensor:
+    """experts int32 [T, k] on the CPU, some tokens padding, experts of unequal popularity, some without tokens."""
+    popularity = torch.rand(count).square() * (torch.rand(count) > 0.1) + 1e-9
+    experts = torch.multinomial(popularity.expand(tokens, -1), places, replacement=places > count).int()
+    return experts.masked_fill(torch.rand(tokens, 1) < padding, -1)
+
+
+@pytest.mark.parametrize(("tokens", "places", "count"), [(1, 1, 1), (7, 3, 5), (50, 8, 70), (200, 2, 512)], ids=str)
+@pytest.mark.parametrize("budget", [0.3, 1.0, 1.7])
+def test_plan_equals_the_loops(tokens, places, count, budget):
+    experts = routing(tokens, places, count)
+    rows = max(int(budget * tokens * places), 1)
+    for ours, theirs in zip(plan_rows(experts.cuda(), count, rows), naive_plan_rows(experts, count, rows)):
+        assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("tokens", [1024, 16384, 40000])  # 40000 x 6: more blocks than one tile of the scan
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_plan_of_large_batches_equals_the_sort(tokens, dtype):
+    experts = routing(tokens, 6, 64).to(dtype)
+    for ours, theirs in zip(plan_rows(experts.cuda(), 64, 6 * tokens), plan_rows(experts, 64, 6 * tokens)):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def on(plan: RowPlan, device: str) -> RowPlan:
+    return RowPlan(*(x.to(device) for x in plan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16], ids=str)
+@pytest.mark.parametrize(("places", "width"), [(1, 8), (3, 1030), (6, 2048), (8, 5)], ids=str)
+@pytest.mark.parametrize("rows", [90, 800])
+def test_moves_have_the_bits_of_the_cpu(places, width, rows, dtype):
+    plan = plan_rows(routing(100, places, 16), 16, rows)
+    x, y, weights = torch.randn(100, width).to(dtype), torch.randn(rows, width).to(dtype), torch.rand(100, places)
+    y[plan.offsets[-1]:] = NAN
+    grads = (y, x, y[:, 0].float())
+    for move, value, grad in zip((gather_rows, combine_rows, gather_pairs), (x, y, weights), grads):
+        results = []
+        for device in ("cpu", "cuda"):
+            there = on(plan, device)
+            results.append(run(lambda leaf, there=there, move=move: move(leaf, there), [value.to(device)],
+                               grad.to(device)))
+        for ours, theirs in zip(*results):
+            assert torch.equal(ours, theirs.cpu()) and not ours.isnan().any()
+
+
+def test_moves_reach_beyond_32_bits():
+    """Rows times width is more than 2 ** 31. Whole numbers, so that sums are exact."""
+    tokens, places, width = 140000, 8, 2048
+    experts = torch.arange(places, dtype=torch.int32, device="cuda").expand(tokens, -1)
+    plan = plan_rows(experts, places, tokens * places)
+    x = torch.randint(-8, 8, (tokens, width), device="cuda").to(BF16)
+    rows = gather_rows(x, plan)
+    assert rows.numel() > 2**31
+    assert torch.equal(rows[-tokens:], x)  # the last expert's rows
+    assert torch.equal(combine_rows(rows, plan), places * x)
+
+
+def test_activation_reaches_beyond_32_bits():
+    rows, width = 1 << 20, 1280
+    h = torch.randn(rows, 2 * width, device="cuda", dtype=BF16)
+    weights, last = torch.rand(rows, device="cuda"), slice(rows - 5, rows)
+    grad = torch.randn(rows, width, device="cuda", dtype=BF16)
+    found = [activation(h, weights, ends_of([rows], "cuda"))[last],
+             *(x[last] for x in activation_backward(grad, h, weights, ends_of([rows], "cuda")))]
+    ends = ends_of([5])
+    cpu = [x[last].cpu() for x in (grad, h, weights)]
+    wanted = [activation(*cpu[1:], ends), *activation_backward(*cpu, ends)]
+    for ours, theirs in zip(found, wanted):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize(("ends", "width"), [([0, 3, 3, 90], 24), ([100], 1408), ([0, 0], 16)], ids=str)
+def test_activation_equals_the_operations(ends, width, dtype):
+    used = ends[-1]
+    h, weights, grad = (3 * torch.randn(100, 2 * width)).to(dtype), torch.rand(100), torch.randn(100, width).to(dtype)
+    h[:1] *= 40  # where the sigmoid is 0 or 1
+    for x in (h, weights, grad):
+        x[used:] = NAN
+    wanted = [activation(h, weights, ends_of(ends)),
+              *activation_backward(grad, h, weights, ends_of(ends))]
+    grad, h, weights, offsets = grad.cuda(), h.cuda(), weights.cuda(), ends_of(ends, "cuda")
+    found = [activation(h, weights, offsets), *activation_backward(grad, h, weights, offsets)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours[:used].cpu(), theirs[:used], rtol=1e-2 if dtype is BF16 else 1e-4, atol=1e-4)
+    assert not found[2][used:].any()
+    again = [activation(h, weights, offsets), *activation_backward(grad, h, weights, offsets)]
+    assert all(torch.equal(ours[:used], theirs[:used]) for ours, theirs in zip(found, again))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("ends", [[37, 37, 165, 166], [0, 0, 0, 0], [200, 200, 200, 200], [0, 1, 2, 199]], ids=str)
+def test_grouped_product_equals_the_loop(ends, transposed):
+    needs_grouped_products()
+    used, device = ends[-1], "cuda"
+    a, grad = (torch.randn(200, width, device=device, dtype=BF16) for width in (64, 96))
+    b = torch.randn((4, 96, 64) if transposed else (4, 64, 96), device=device, dtype=BF16)
+
+    def ours(a, b):
+        return grouped_mm(a, b.mT if transposed else b, ends_of(ends, device))
+
+    def loop(a, b):
+        return naive_grouped_mm(a, b.mT if transposed else b, ends_of(ends, device))
+
+    inputs = ([poisoned(a, used), b], poisoned(grad, used))
+    found, wanted = run(ours, *inputs), run(loop, [a.float(), b.float()], grad.float())
+    for left, right in zip((found[0][:used], found[1][:used], found[2]), wanted):
+        assert torch.isfinite(left).all()
+        assert distance(left, right[: len(left)]) <= RELATIVE
+    assert found[2].is_contiguous()
+    empty = [expert for expert, start in enumerate([0, *ends[:-1]]) if start == ends[expert]]
+    assert not found[2][empty].any()
+    assert all(torch.equal(left[:used] if left.shape[0] == 200 else left, right[:used] if right.shape[0] == 200
+                           else right) for left, right in zip(found, run(ours, *inputs)))
+
+
+def test_grouped_product_refuses_what_would_wait():
+    with pytest.raises(ValueError, match=r"not bfloat16.*Use bfloat16"):
+        grouped_mm(torch.randn(8, 8, device="cuda"), torch.randn(2, 8, 8, device="cuda"), ends_of([4, 8], "cuda"))
+    with pytest.raises(ValueError, match="rows of 5 numbers do not fill 16 bytes"):
+        grouped_mm(torch.randn(8, 5, device="cuda", dtype=BF16), torch.randn(2, 5, 8, device="cuda", dtype=BF16),
+                   ends_of([4, 8], "cuda"))
+
+
+@pytest.mark.parametrize("ends", [[50, 50, 130], [0, 0, 0], [200, 200, 200], [0, 70, 200]], ids=str)
+def test_experts_equal_the_loop(ends):
+    needs_grouped_products()
+    used, offsets = ends[-1], ends_of(ends, "cuda")
+    values, weights, gate_up, down, grad = make(BF16, rows=200, hidden=64, width=96, device="cuda")
+    found = run(by_module, [poisoned(values, used), poisoned(weights, used), gate_up, down], poisoned(grad, used),
+                offsets)
+    wanted = run(naive, [x.float() for x in (values, weights, gate_up, down)], grad.float(), offsets)
+    for name, ours, theirs in zip(("out", "values", "weights", "gate_up", "down"), found, wanted):
+        live = ours if name in ("gate_up", "down") else ours[:used]
+        assert torch.isfinite(live).all(), name
+        assert distance(live, theirs[: len(live)]) <= RELATIVE, name
+    assert not found[2][used:].any()
+
+
+def layer() -> Layer:
+    return Layer(count=8, hidden=128, width=64).to("cuda", BF16)
+
+
+def test_nothing_waits_for_the_host():
+    needs_grouped_products()
+    module, experts = layer(), routing(64, 2, 8).cuda()
+    x, weights = torch.randn(64, 128, device="cuda", dtype=BF16, requires_grad=True), torch.rand(64, 2, device="cuda")
+    for mode in ("default", "error"):  # kernels are compiled by the first call
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        module(x, weights, experts).sum().backward()
+
+
+def test_replays_follow_new_routings_bitwise():
+    needs_grouped_products()
+    options = {"steps": 8, "tokens": 320, "device": "cuda", "dtype": BF16}
+    graphed = graph(layer(), warmup=1, strict=True)
+    for step, (plain, replayed) in enumerate(zip(train(layer(), **options), train(graphed, **options))):
+        for ours, theirs in zip(replayed, plain):
+            assert torch.isfinite(ours).all(), step
+            assert torch.equal(ours, theirs), step
+    assert graphed.stats.replayed >= 6
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_compiled_layer_is_near_the_eager_one(captured):
+    """Compiled code rounds at other places than single operations."""
+    needs_grouped_products()
+    options = {"steps": 5, "tokens": 320, "device": "cuda", "dtype": BF16}
+    compiled = graph(layer(), warmup=1, strict=True, compile=True) if captured else \
+        torch.compile(layer(), fullgraph=True, dynamic=False)
+    for plain, other in zip(train(layer(), **options), train(compiled, **options)):
+        assert all(distance(ours, theirs) <= RELATIVE for ours, theirs in zip(other, plain))
