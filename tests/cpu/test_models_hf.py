@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from hfkit import assert_close, compare_with_transformers, randomised
 from model_batches import hand_batch, random_documents
 from safetensors.torch import load_file, save_file
 
@@ -25,35 +26,6 @@ SHAPES = {
         vocab_size=70, hidden_size=40, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=10,
         tie_embeddings=True, initializer_range=0.1),
 }
-# Two float32 programs that sum up to 64 terms in different order through up to three layers: measured differences are
-# below 3e-6 of each tensor's largest entry; RELATIVE leaves room for other builds of the matrix product.
-RELATIVE = 2e-5
-
-
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
-    error = (ours - theirs).abs().max()
-    assert error <= RELATIVE * theirs.abs().max() + 1e-9, f"{name}: {error} of {theirs.abs().max()}"
-
-
-def randomised(config: DecoderConfig, seed: int) -> DecoderModel:
-    """A model whose norms and biases are random too, so that no factor of one or zero hides an error."""
-    model = DecoderModel(config, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def theirs_from(folder, implementation: str):
-    model = transformers.Qwen3ForCausalLM.from_pretrained(folder, attn_implementation=implementation)
-    assert model.dtype == torch.float32
-    return model.train()
-
-
-def our_names(model) -> dict[str, torch.Tensor]:
-    return {name.removeprefix("model."): parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -62,27 +34,7 @@ def our_names(model) -> dict[str, torch.Tensor]:
     ([7, 1, 12, 4], 32, "sdpa"),  # packed, padded
 ])
 def test_logits_and_gradients_equal_those_of_transformers(shape, lengths, rows, implementation, tmp_path):
-    config = SHAPES[shape]
-    ours = randomised(config, seed=len(lengths))
-    save_pretrained(ours, tmp_path)
-    theirs = theirs_from(tmp_path, implementation)
-    documents = random_documents(lengths, config.vocab_size, seed=3)
-    batch = hand_batch(documents, rows, len(lengths) + 2)
-
-    ours(batch).backward()
-    logits = ours.logits(batch).detach()
-    count = sum(length - 1 for length in lengths)
-    start = 0
-    for document in documents:
-        expected = theirs(input_ids=torch.tensor([document])).logits[0]
-        assert_close(logits[start : start + len(document)], expected.detach(), "logits")
-        start += len(document)
-        targets = torch.tensor(document[1:], dtype=torch.int64)
-        (torch.nn.functional.cross_entropy(expected[:-1], targets, reduction="sum") / count).backward()
-    expected_gradients = our_names(theirs)
-    assert {name for name, _ in ours.named_parameters()} == set(expected_gradients)
-    for name, parameter in ours.named_parameters():
-        assert_close(parameter.grad, expected_gradients[name], name)
+    compare_with_transformers(randomised(SHAPES[shape], seed=len(lengths)), tmp_path, lengths, rows, implementation)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -169,7 +121,7 @@ def test_tensors_that_do_not_fit_are_named_with_their_file(tmp_path):
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "unscaled"),
     ({"rope_parameters": [1]}, "unscaled"),
     ({"rope_scaling": {"type": "linear", "factor": 2}}, "unscaled"),
-    ({"use_sliding_window": True, "hidden_act": "gelu"}, "hidden_act is 'gelu'.*sliding window"),
+    ({"use_sliding_window": True, "hidden_act": "gelu"}, "hidden_act is 'gelu'.*sliding_window"),
     ({"quantization_config": {"bits": 4}}, "quantised"),
     ({"vocab_size": "fifty", "num_hidden_layers": None},
      "vocab_size is 'fifty', not int.*num_hidden_layers is missing"),

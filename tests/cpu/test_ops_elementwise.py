@@ -58,17 +58,17 @@ def test_swiglu_equals_naive(rows, width, seed):
 
 @settings(max_examples=15, deadline=None)
 @given(rows=st.integers(1, 9), half=st.integers(1, 8), heads=st.integers(1, 3), theta=st.sampled_from([1e4, 1e6]),
-       seed=st.integers(0, 99))
-def test_rotary_equals_complex_rotation(rows, half, heads, theta, seed):
+       interleaved=st.booleans(), seed=st.integers(0, 99))
+def test_rotary_equals_complex_rotation(rows, half, heads, theta, interleaved, seed):
     torch.manual_seed(seed)
     positions = torch.randint(0, 50, (rows,))
 
     def ours(q, k):
         cos, sin = rotary_tables(positions, inverse_frequencies(2 * half, theta), torch.float32)
-        return apply_rotary(q, k, cos, sin)
+        return apply_rotary(q, k, cos, sin, interleaved=interleaved)
 
     # angles up to 50 are rounded to float32: an error of 50 * 2 ** -24 each
-    compare(ours, lambda q, k: naive_apply_rotary(q, k, positions, theta),
+    compare(ours, lambda q, k: naive_apply_rotary(q, k, positions, theta, interleaved=interleaved),
             torch.randn(rows, heads * 2, 2 * half), torch.randn(rows, heads, 2 * half), rtol=1e-4, atol=5e-5)
 
 

@@ -2,21 +2,17 @@
 
 Counted are the matrix products of forward and backward for real tokens: padding, recomputation, norms, rotary and
 activation functions are none of the model's work. A weight matrix costs 2 operations per element and token in the
-forward and 4 in the backward (gradients of inputs and weights). Causal attention has L (L + 1) / 2 pairs in a document
-of L tokens; each costs 2 D for the score and 2 D for the value per query head, and twice that in the backward, as with
-any product, although the kernels compute scores again there.
+forward and 4 in the backward (gradients of inputs and weights); of experts, those that a token is routed to. Causal
+attention has L (L + 1) / 2 pairs in a document of L tokens; each costs 2 D for the score and 2 D for the value per
+query head (D of keys, D of values), and twice that in the backward, as with any product, although the kernels compute
+scores again there.
 """
 from collections.abc import Sequence
 
 from packgraph.models.config import DecoderConfig
+from packgraph.models.sizes import head_sizes, token_weights
 
 PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192
-
-
-def layer_weights(config: DecoderConfig) -> int:
-    """Elements of the weight matrices of one layer."""
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    return config.hidden_size * (config.head_dim * heads + 3 * config.intermediate_size)
 
 
 def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> int:
@@ -24,9 +20,9 @@ def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> in
 
     head: whether the head is run, too; the embedding is a lookup. Hidden states that come in have a gradient.
     """
-    weights = config.num_layers * layer_weights(config) + (config.vocab_size * config.hidden_size if head else 0)
+    weights = token_weights(config) + (config.vocab_size * config.hidden_size if head else 0)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    attention = config.num_layers * config.num_heads * 4 * config.head_dim * pairs
+    attention = config.num_layers * config.num_heads * 2 * sum(head_sizes(config)) * pairs
     return 6 * weights * sum(lengths) + 3 * attention
 
 

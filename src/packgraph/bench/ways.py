@@ -26,6 +26,7 @@ from packgraph.bench.whole_graph import WholeGraph
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.microbatch import forward_backward
+from packgraph.models.sizes import head_sizes
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention_varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch
@@ -59,7 +60,7 @@ class Setting:
         config, weight = self.model.config, next(self.model.parameters())
         if self.attention != "own":
             return self.attention
-        torch_has_none = varlen_problems(weight.device, weight.dtype, config.head_dim, config.head_dim)
+        torch_has_none = varlen_problems(weight.device, weight.dtype, *head_sizes(config))
         return "auto" if torch_has_none or name.partition("+")[0] in OURS else "varlen"
 
 

@@ -1,4 +1,4 @@
-"""Reading and writing Qwen3 checkpoints in Hugging Face's layout: config.json and safetensors.
+"""Reading and writing checkpoints in Hugging Face's layout: config.json and safetensors.
 
 Nothing in the folder is executed: JSON and safetensors are the only formats read, pickled weights are
 refused. What does not describe exactly this model is refused too, with the file and the tensor named; nothing
@@ -22,6 +22,7 @@ from torch import Tensor
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
+from packgraph.models.hf_experts import split_experts
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -38,11 +39,12 @@ class WeightsError(ValueError):
 def load_pretrained(
     path: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[DecoderModel, DecoderConfig]:
-    """Load a Qwen3ForCausalLM checkpoint folder.
+    """Load the checkpoint folder of an architecture that models/hf_families.py lists.
 
     dtype: of the parameters; None takes the one named in config.json, else float32. Returns the model in training
     mode and its config. Raises FileNotFoundError when config.json or the weights are missing, WeightsError when
-    the folder holds something else than a whole Qwen3 checkpoint.
+    the folder holds something else than one whole checkpoint of such a model. Experts are copied one by one into their
+    places: none is in memory twice but the one on its way.
     """
     folder = Path(path)
     description = read_json(folder / CONFIG)
@@ -57,11 +59,10 @@ def load_pretrained(
 
 
 def save_pretrained(model: DecoderModel, path: str | Path, *, max_shard_bytes: int | None = None) -> None:
-    """Write `model` as a checkpoint that transformers' Qwen3ForCausalLM loads.
+    """Write `model` as a checkpoint that transformers loads, in the architecture that its config has there.
 
     max_shard_bytes: bound of one weight file, None for a single file. The folder is made when missing.
-    Raises FileExistsError when it already holds a checkpoint, ValueError when the model is no Qwen3 model (qk_norm
-    off).
+    Raises FileExistsError when it already holds a checkpoint, ValueError when transformers has no such model.
     """
     description = config_to_json(model.config, next(model.parameters()).dtype)
     folder = Path(path)
@@ -69,7 +70,7 @@ def save_pretrained(model: DecoderModel, path: str | Path, *, max_shard_bytes: i
     present = sorted(file.name for file in folder.iterdir() if file.name in (CONFIG, WEIGHTS, INDEX))
     if present:
         raise FileExistsError(f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder.")
-    tensors = {_stored_name(name): tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in _stored(model).items()}
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         _write_tensors(folder / WEIGHTS, shards[0])
@@ -128,7 +129,7 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
 
 def _fill(model: DecoderModel, files: Mapping[str, Path], folder: Path) -> None:
     """Copy every stored tensor into its parameter; refuse missing, unexpected and mis-shaped ones."""
-    targets = {_stored_name(name): tensor for name, tensor in model.state_dict().items()}
+    targets = _stored(model)
     missing = [name for name in targets if name not in files]
     if missing:
         raise WeightsError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
@@ -168,9 +169,10 @@ def _open(file: Path) -> Iterator[Any]:
         raise WeightsError(f"{file} is damaged or no safetensors file: {error}") from error
 
 
-def _stored_name(name: str) -> str:
-    """Name in the checkpoint of our parameter `name`."""
-    return name if name == HEAD else f"model.{name}"
+def _stored(model: DecoderModel) -> dict[str, Tensor]:
+    """The live tensors of `model` as a checkpoint names them."""
+    return split_experts({name if name == HEAD else f"model.{name}": tensor
+                          for name, tensor in model.state_dict().items()})
 
 
 def _named(names: list[str]) -> str:
@@ -185,11 +187,13 @@ def _num_bytes(tensor: Tensor) -> int:
 def _shards(tensors: Mapping[str, Tensor], max_bytes: int | None) -> list[dict[str, Tensor]]:
     """Split in order, each part at most `max_bytes` unless a single tensor is larger."""
     shards: list[dict[str, Tensor]] = [{}]
+    used = 0
     for name, tensor in tensors.items():
-        used = sum(_num_bytes(other) for other in shards[-1].values())
         if shards[-1] and max_bytes is not None and used + _num_bytes(tensor) > max_bytes:
             shards.append({})
+            used = 0
         shards[-1][name] = tensor
+        used += _num_bytes(tensor)
     return shards
 
 

@@ -1,72 +1,80 @@
-"""Translation between Hugging Face's config.json of Qwen3 and DecoderConfig, as pure functions.
+"""Translation between Hugging Face's config.json and DecoderConfig, as pure functions.
 
-What a DecoderConfig cannot express (sliding windows, scaled rotary positions, quantised weights, ...) is
-refused, all reasons at once: ignoring it would load a model that computes something else.
+What a DecoderConfig cannot express (sliding windows, most scalings of positions, quantised weights, ...) is
+refused, all reasons at once: ignoring it would load a model that computes something else. What only training
+knows (dropout, losses that balance experts) stands in no config.json here.
 """
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from packgraph.models.config import DecoderConfig
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.hf_families import (
+    DEEPSEEK_V3,
+    FAMILIES,
+    RECORDED,
+    Family,
+    Key,
+    family_of,
+    kind_of,
+    value_of,
+)
+from packgraph.models.hf_rope import read_rope, write_rope
+from packgraph.models.latent_config import LatentConfig, RopeScaling
 
-ARCHITECTURE = "Qwen3ForCausalLM"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# our field: (their key, their default; None = required)
-FIELDS: dict[str, tuple[str, Any]] = {
-    "vocab_size": ("vocab_size", None),
-    "hidden_size": ("hidden_size", None),
-    "intermediate_size": ("intermediate_size", None),
-    "num_layers": ("num_hidden_layers", None),
-    "num_heads": ("num_attention_heads", None),
-    "num_kv_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", 128),
-    "rms_norm_eps": ("rms_norm_eps", 1e-6),
-    "tie_embeddings": ("tie_word_embeddings", False),
-    "attention_bias": ("attention_bias", False),
-    "initializer_range": ("initializer_range", 0.02),
-    "max_position_embeddings": ("max_position_embeddings", 32768),
-}
+# Fields that decide which function weights compute, by their names with dots.
+SHAPE: tuple[str, ...] = tuple(dict.fromkeys(
+    [field for family in FAMILIES for field in (*family.fields, *family.fixed) if field not in RECORDED]
+    + ["rope_theta"] + [f"latent.scaling.{name}" for name in RopeScaling.__annotations__]))
 
 
 def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a parsed config.json. Raises ValueError with every reason why there is none."""
-    reasons = _unsupported(description)
-    values: dict[str, Any] = {"rope_theta": _rope_theta(description)}
-    for field, (key, default) in FIELDS.items():
-        value = description.get(key, default)
-        kind = DecoderConfig.__annotations__[field]
+    family, reasons = _family(description)
+    if family is None:
+        raise ValueError("no model that can be loaded here: " + "; ".join(reasons))
+    values: dict[str, Any] = dict(family.fixed)
+    for field, key in family.fields.items():
+        value = _read(description, key)
         if value is None:
-            reasons.append(f"{key} is missing")
-        elif not _is(value, kind):
-            reasons.append(f"{key} is {value!r}, not {kind.__name__}")
+            reasons.append(f"{key.name} is missing")
+        elif not _is(value, kind_of(field)):
+            reasons.append(f"{key.name} is {value!r}, not {kind_of(field).__name__}")
         values[field] = value
-    if not _is(values["rope_theta"], float):
-        reasons.append(f"rope_theta is {values['rope_theta']!r}, not float")
+    rope = read_rope(description, scaled=family is DEEPSEEK_V3)
+    reasons += _unsupported(description, family) + rope.reasons
+    if family is DEEPSEEK_V3 and not reasons:
+        reasons += _complete_latent(description, values)
     if reasons:
-        raise ValueError("no Qwen3 model that can be loaded here: " + "; ".join(reasons))
-    return DecoderConfig(**values)
+        raise ValueError(f"no {family.architecture} that can be loaded here: " + "; ".join(reasons))
+    return _build({**values, "rope_theta": rope.theta}, rope.scaling)
 
 
 def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of `config`, in the keys that old and new versions of transformers read.
 
-    Raises ValueError when Qwen3 has no such model.
+    Raises ValueError when transformers has no such model.
     """
-    if not config.qk_norm:
-        raise ValueError(f"{ARCHITECTURE} always normalises queries and keys; a model with qk_norm=False cannot "
-                         "be saved as one.")
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    family = family_of(config)
+    if differing := _not_of(family, config):
+        raise ValueError(f"{family.architecture} has no model with {', '.join(differing)}; this one cannot be saved "
+                         "as one.")
+    content: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{key: list(value) if isinstance(value, tuple) else value for key, value in family.only.items()},
+        **write_rope(config.rope_theta, config.latent.scaling),
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **{key: getattr(config, field) for field, (key, _) in FIELDS.items()},
+        **{key.name: value_of(config, field) for field, key in family.fields.items()},
     }
+    if family is DEEPSEEK_V3:
+        content |= {"num_key_value_heads": config.num_heads, "q_lora_rank": config.latent.query_rank or None}
+        if not config.experts.enabled:
+            content["first_k_dense_replace"] = config.num_layers
+    return content
 
 
 def stored_dtype(description: Mapping[str, Any]) -> torch.dtype:
@@ -77,35 +85,81 @@ def stored_dtype(description: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[name]
 
 
+def shape_values(config: DecoderConfig) -> dict[str, Any]:
+    """The values of all SHAPE fields, by their names with dots."""
+    return {field: value_of(config, field) for field in SHAPE}
+
+
+def _family(description: Mapping[str, Any]) -> tuple[Family | None, list[str]]:
+    architectures = description.get("architectures") or [description.get("model_type")]
+    for family in FAMILIES:
+        if architectures in ([family.architecture], [family.model_type]):
+            return family, []
+    known = ", ".join(family.architecture for family in FAMILIES)
+    return None, [f"the architecture is {architectures}, only {known} are known"]
+
+
+def _read(description: Mapping[str, Any], key: Key) -> Any:
+    """The value of `key`, None when there is none."""
+    name = key.other if key.name not in description and key.other else key.name
+    value = description.get(name, key.default)
+    return key.null if value is None else value
+
+
+def _build(values: Mapping[str, Any], scaling: RopeScaling) -> DecoderConfig:
+    """A config of fields by their names with dots. Raises ValueError for illegal values."""
+
+    def section(prefix: str) -> dict[str, Any]:
+        return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+    top = {name: value for name, value in values.items() if "." not in name}
+    experts = section("experts.")
+    return DecoderConfig(**top, latent=LatentConfig(**section("latent."), scaling=scaling),
+                         experts=ExpertConfig(**experts) if experts.get("count") else ExpertConfig())
+
+
+def _complete_latent(description: Mapping[str, Any], values: dict[str, Any]) -> list[str]:
+    """Fill in the fields that mean nothing with latent attention; the reasons why a config.json makes no sense."""
+    reasons = []
+    if values["latent.kv_rank"] <= 0:
+        reasons.append(f"kv_lora_rank is {values['latent.kv_rank']}, must be positive")
+    keys, heads = description.get("num_key_value_heads"), values["num_heads"]
+    if keys not in (None, heads):
+        reasons.append(f"num_key_value_heads is {keys!r}, not num_attention_heads ({heads}) as with latent attention")
+    if not values["experts.count"] and values["experts.first_dense"] < values["num_layers"]:
+        reasons.append(f"n_routed_experts is 0, but only {values['experts.first_dense']} of {values['num_layers']} "
+                       "layers are without experts")
+    values |= {"num_kv_heads": heads, "head_dim": values["latent.nope_dim"] + values["latent.rope_dim"],
+               "qk_norm": False}
+    return reasons
+
+
+def _not_of(family: Family, config: DecoderConfig) -> Sequence[str]:
+    """Fields of `config` that no model of `family` has, with their values."""
+    fixed = {field: value for field, value in family.fixed.items()
+             if config.experts.enabled or not field.startswith("experts.")}
+    found = [f"{field}={value_of(config, field)!r}" for field, value in fixed.items()
+             if value_of(config, field) != value]
+    if family is DEEPSEEK_V3 and config.experts.enabled and not config.experts.shared:
+        found.append("experts.shared=0")
+    return found
+
+
 def _is(value: Any, kind: type) -> bool:
     if isinstance(value, bool):  # a bool is an int in Python
         return kind is bool
     return isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
 
 
-def _rope_theta(description: Mapping[str, Any]) -> Any:
-    parameters = description.get("rope_parameters") or {}
-    inner = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    return description.get("rope_theta", 10000.0) if inner is None else inner
-
-
-def _unsupported(description: Mapping[str, Any]) -> list[str]:
+def _unsupported(description: Mapping[str, Any], family: Family) -> list[str]:
     """Every feature of a config.json that DecoderConfig cannot express."""
     reasons = []
-    architectures = description.get("architectures") or [description.get("model_type")]
-    if architectures not in ([ARCHITECTURE], ["qwen3"]):
-        reasons.append(f"the architecture is {architectures}, only {ARCHITECTURE} is known")
-    if description.get("hidden_act", "silu") != "silu":
-        reasons.append(f"hidden_act is {description['hidden_act']!r}, only 'silu' is known")
-    if description.get("attention_dropout"):
-        reasons.append("attention_dropout is not 0")
-    if description.get("use_sliding_window") or "sliding_attention" in (description.get("layer_types") or []):
+    for key, known in family.only.items():
+        value = description.get(key)
+        if value is not None and (value or known) and value != known:  # an empty list is as good as an empty tuple
+            reasons.append(f"{key} is {value!r}, only {known!r} is known")
+    if "sliding_attention" in (description.get("layer_types") or []):
         reasons.append("layers with a sliding window")
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = description.get(key) or {}
-        plain = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
-        if not plain or rope.get("rope_type", rope.get("type", "default")) != "default":
-            reasons.append(f"{key} is {rope!r}, only unscaled rotary positions are known")
     if description.get("quantization_config"):
         reasons.append("the weights are quantised")
     return reasons

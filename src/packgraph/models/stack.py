@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
+from packgraph.models.sizes import head_sizes, rotary_width
 from packgraph.ops.attention import BackendChoice, attention_metadata, choose_backend
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
@@ -54,7 +55,7 @@ class DecoderStack(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             if not config.tie_embeddings:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
+        self.rotary = RotaryEmbedding(rotary_width(config), config.rope_theta, config.latent.scaling)
 
     @property
     def head_weight(self) -> Tensor:
@@ -136,7 +137,7 @@ class DecoderStack(nn.Module):
         dtype = next(self.parameters()).dtype if dtype is None else dtype
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        return choose_backend(device, dtype, self.config.head_dim, self.config.head_dim)
+        return choose_backend(device, dtype, *head_sizes(self.config))
 
     def extra_repr(self) -> str:
         fields: dict[str, Any] = vars(self.config)

@@ -29,7 +29,10 @@ VOCABULARY = ("embed_tokens", "lm_head")
 
 
 def tensor_problems(config: Any, ranks: int) -> list[str]:
-    """All reasons why a dense decoder of `config` cannot be split over `ranks`."""
+    """All reasons why a decoder of `config` cannot be split over `ranks`."""
+    if config.latent.enabled:
+        return [f"tensor parallelism over {ranks} ranks is not known with latent attention (model.latent.kv_rank is "
+                f"{config.latent.kv_rank}); use pipeline or data parallelism"]
     divided = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads,
                "intermediate_size": config.intermediate_size}
     found = [f"tensor parallelism over {ranks} ranks needs {name} to be a multiple of it; it is {size}"

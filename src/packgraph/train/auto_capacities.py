@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention import choose_backend
 from packgraph.plan.bucket_cost import FLASH4, CostModel
 from packgraph.plan.bucket_packing import PackingPolicy
@@ -95,7 +96,7 @@ def _attention(config: TrainConfig, device: torch.device | None) -> str:
     model = config.model
     if model.attention_backend != "auto" or device is None:
         return model.attention_backend
-    return choose_backend(device, getattr(torch, config.run.dtype), model.head_dim, model.head_dim).name
+    return choose_backend(device, getattr(torch, config.run.dtype), *head_sizes(model)).name
 
 
 def plan_capacities(lengths: Lengths, request: BucketRequest) -> BucketPlan:

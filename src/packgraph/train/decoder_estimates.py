@@ -6,6 +6,7 @@ numbers are a guide; which buckets are chosen depends on ratios only.
 from dataclasses import dataclass
 
 from packgraph.models.config import DecoderConfig
+from packgraph.models.sizes import head_sizes, token_weights
 from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.bucket_cost import CostModel
@@ -20,9 +21,9 @@ class DecoderMemory:
     """Bytes of the pool that graphs of a decoder need, from its shape, until a run measures them.
 
     layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and columns (tp).
-    A layer keeps for every token 6 vectors of the hidden size, 4 of the queries' and 4 of the keys' size (before and
-    after norm and rotation) and 4 of the MLP's; the loss keeps a gradient of the head and one chunk of logits. Within
-    15 % of what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures).
+    A layer keeps for every token 6 vectors of the hidden size, those of attention (`_attention_columns`) and of the
+    feed-forward branch (`_feed_forward_columns`); the loss keeps a gradient of the head and one chunk of logits. Within
+    15 % of what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures); not measured for latent attention and experts.
     """
 
     model: DecoderConfig
@@ -33,8 +34,8 @@ class DecoderMemory:
     def __call__(self, capacity: Capacity) -> int:
         """Bytes for graphs of `capacity`."""
         model = self.model
-        heads = 4 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        per_token = 6 * model.hidden_size + (heads + 4 * model.intermediate_size) / self.parts
+        branches = _attention_columns(model) + _feed_forward_columns(model)
+        per_token = 6 * model.hidden_size + branches / self.parts
         logits = min(capacity.tokens, rows_per_chunk(model.vocab_size)) * model.vocab_size * (4 + 2 * self.itemsize + 2)
         head = 4 * model.vocab_size * model.hidden_size
         return round(self.layers * per_token * self.itemsize * capacity.tokens + (logits + head) / self.parts)
@@ -53,7 +54,7 @@ def decoder_cost(model: DecoderConfig, parts: int = 1, measured: CostModel | Non
     """
     measured = measured or CostModel()
     layers = model.num_layers / MEASURED_LAYERS
-    heads = layers * model.num_heads * model.head_dim / MEASURED_HEADS / parts
+    heads = layers * model.num_heads * sum(head_sizes(model)) / 2 / MEASURED_HEADS / parts
     return CostModel(
         microbatch_us=measured.microbatch_us * layers, token_us=measured.token_us * _weights(model) / MEASURED_WEIGHTS
         / parts, document_us=measured.document_us * heads, tile_us=measured.tile_us * heads,
@@ -62,6 +63,29 @@ def decoder_cost(model: DecoderConfig, parts: int = 1, measured: CostModel | Non
 
 def _weights(model: DecoderConfig) -> int:
     """Weights that every token is multiplied by."""
-    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    return model.num_layers * (attention + mlp) + model.vocab_size * model.hidden_size
+    return token_weights(model) + model.vocab_size * model.hidden_size
+
+
+def _attention_columns(model: DecoderConfig) -> int:
+    """Numbers per token that one layer's attention keeps for its backward.
+
+    Grouped queries: 4 vectors of the queries' and 4 of the keys' size (before and after norm and rotation). Latent:
+    queries and keys before and after rotation, values and outputs before and after what follows them, and the small
+    vectors before and after their norms.
+    """
+    latent = model.latent
+    if not latent.enabled:
+        return 4 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    return model.num_heads * (4 * latent.query_dim + 4 * latent.value_dim) + 2 * (latent.kv_rank + latent.query_rank)
+
+
+def _feed_forward_columns(model: DecoderConfig) -> float:
+    """Numbers per token that one layer's feed-forward branch keeps for its backward, averaged over layers.
+
+    4 vectors of every block's width; of experts also 2 of the hidden size for each copy of a token.
+    """
+    experts = model.experts
+    with_experts = sum(map(experts.has_layer, range(model.num_layers))) / model.num_layers
+    blocks = 4 * (experts.per_token + experts.shared) * experts.intermediate_size
+    copies = 2 * experts.per_token * model.hidden_size
+    return (1 - with_experts) * 4 * model.intermediate_size + with_experts * (blocks + copies)

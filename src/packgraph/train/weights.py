@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.hf import CONFIG, WeightsError, load_pretrained, read_json, save_pretrained
-from packgraph.models.hf_config import FIELDS, config_from_json
+from packgraph.models.hf_config import config_from_json, shape_values
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import ConfigError, Layer, load_file, read_config
@@ -24,8 +25,6 @@ from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS
 from packgraph.train.run_folder import CONFIG as RUN_CONFIG
 
-# What decides which function the weights compute; the rest of a config.json is a record.
-SHAPE = tuple(name for name in (*FIELDS, "rope_theta") if name not in ("initializer_range", "max_position_embeddings"))
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -39,7 +38,14 @@ def shape_layer(path: str) -> Layer:
             raise
         except ValueError as error:
             raise WeightsError(f"{file}: {error}") from error
-    return Layer(str(file), {"model": {name: getattr(found, name) for name in SHAPE}})
+    values: dict[str, Any] = {}
+    for field, value in shape_values(found).items():
+        *sections, name = field.split(".")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return Layer(str(file), {"model": values})
 
 
 def load_weights(models: Sequence[DecoderModel], path: str) -> None:
@@ -96,8 +102,9 @@ def _config_of(run: Path) -> TrainConfig:
 
 
 def _differences(found: DecoderConfig, wanted: DecoderConfig) -> list[str]:
-    return [f"model.{name} is {getattr(found, name)!r} there, {getattr(wanted, name)!r} here"
-            for name in SHAPE if getattr(found, name) != getattr(wanted, name)]
+    here = shape_values(wanted)
+    return [f"model.{name} is {value!r} there, {here[name]!r} here"
+            for name, value in shape_values(found).items() if value != here[name]]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention
+from packgraph.models.layers.latent_attention import LatentAttention
 from packgraph.models.layers.mlp import GatedMLP
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.plan.stages import Stage, State
@@ -27,7 +28,7 @@ class DecoderLayer(nn.Module):
         self.index = index
         self.dropout = config.dropout
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = GroupedQueryAttention(config)
+        self.self_attn = LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.merge_projections)
 
