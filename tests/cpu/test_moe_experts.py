@@ -1,4 +1,9 @@
 """Grouped products, the activation and experts against loops over experts: outputs and all gradients, NaN in tails."""
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -156,3 +161,15 @@ def test_torch_compile_sees_one_graph():
     for eager, other in zip(train(Layer(), 4), train(compiled, 4)):
         for ours, theirs in zip(other, eager):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_benchmark_runs_without_a_gpu(monkeypatch, capsys):
+    path = Path(__file__).parents[2] / "benchmarks" / "moe_experts.py"
+    specification = importlib.util.spec_from_file_location("moe_experts", path)
+    benchmark = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(benchmark)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    assert benchmark.main() == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert sum("us" in row for row in rows) > 30 and sum(row.get("ok") is True for row in rows) == 2
