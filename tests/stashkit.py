@@ -28,35 +28,47 @@ class Experts(nn.Module):
 
 
 class StashedExperts(torch.autograd.Function):
-    """The same by hand: saves three tensors through Stash.keep."""
+    """The same by hand: saves three tensors through Stash.keep. Its products know no more than torch.compile does."""
 
     @staticmethod
     def forward(ctx, values, weights, offsets, up, down, stash):
-        both = functional.grouped_mm(values, up, offs=offsets)
-        activation = activate(both, weights)
+        both = product(values, up, offsets)
+        gate, linear = both.chunk(2, -1)
+        activation = functional.silu(gate) * linear * weights[:, None]
         ctx.stash, ctx.rows = stash, values.shape[0]
         ctx.save_for_backward(weights, offsets, up, down, *stash.keep(offsets, [values, both, activation]))
-        return functional.grouped_mm(activation, down, offs=offsets)
+        return product(activation, down, offsets)
 
     @staticmethod
     def backward(ctx, grad):
         weights, offsets, up, down, *kept = ctx.saved_tensors
         values, both, activation = ctx.stash.back(kept, ctx.rows)
         gate, linear = both.chunk(2, -1)
-        inner = functional.grouped_mm(grad, down.transpose(-2, -1), offs=offsets)
-        grad_down = functional.grouped_mm(activation.t(), grad, offs=offsets)
         sigmoid = gate.sigmoid()
+        inner = product(grad, down.transpose(-2, -1), offsets)
         grad_weights = (inner * gate * sigmoid * linear).sum(-1)
         inner = inner * weights[:, None]
         grad_both = torch.cat([inner * linear * sigmoid * (1 + gate * (1 - sigmoid)), inner * gate * sigmoid], -1)
-        grad_up = functional.grouped_mm(values.t(), grad_both, offs=offsets)
-        grad_values = functional.grouped_mm(grad_both, up.transpose(-2, -1), offs=offsets)
-        return grad_values, grad_weights, None, grad_up, grad_down, None
+        grad_values = product(grad_both, up.transpose(-2, -1), offsets)
+        return (grad_values, grad_weights, None, products_of_columns(values, grad_both, offsets),
+                products_of_columns(activation, grad, offsets), None)
 
 
-def activate(both, weights):
-    gate, up = both.chunk(2, -1)
-    return functional.silu(gate) * up * weights[:, None]
+def of_expert(offsets, rows):
+    """Whether a row is of an expert: [E, R, 1]."""
+    row, starts = torch.arange(rows, device=offsets.device), torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    return ((row >= starts[:, None]) & (row < offsets[:, None]))[..., None]
+
+
+def product(x, weights, offsets):
+    """Rows times the matrix of their expert, zero behind the live rows."""
+    return torch.where(of_expert(offsets, x.shape[0]), x @ weights, 0).sum(0)
+
+
+def products_of_columns(x, y, offsets):
+    """[E, columns of x, columns of y]."""
+    mine = of_expert(offsets, x.shape[0])
+    return torch.where(mine, x, 0).transpose(-2, -1) @ torch.where(mine, y, 0)
 
 
 class ExpertToy(nn.Module):

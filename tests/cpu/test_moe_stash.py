@@ -4,7 +4,7 @@ import torch
 from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stashkit import COLUMNS, INNER, Experts, free_pages, make_expert_toy, poison_pages
+from stashkit import BY_HAND, COLUMNS, INNER, Experts, free_pages, make_expert_toy, poison_pages
 from torch import nn
 
 from packgraph.graphs.graphed import graph
@@ -178,6 +178,35 @@ def test_orders_of_pipelines_are_the_same_bits(granularity, ranks, chunks, slots
     assert differences(plain, checked(in_order(schedule, models, stash, 3), stash)) == []
     assert all(model.stats.replayed >= 8 for model in models)
     assert max(len(model._slots.all) for model in models) >= slots
+
+
+def by_hand(identity=False):
+    stash = Stash("cpu", page_rows=16, identity=identity)
+    if not identity:
+        stash.allocate(60, columns=BY_HAND)
+    return stash, make_expert_toy(stash, by_hand=True, layers=1)
+
+
+def test_kept_and_brought_back_by_an_autograd_function():
+    (_, plain), (stash, model) = by_hand(identity=True), by_hand()
+    expected = train(plain, steps=4)
+    assert differences(expected, checked(train(model, steps=4, between=poison_all(stash)), stash)) == []
+    stash, model = by_hand()
+    found = train(graph(model, granularity="chunk", warmup=1), steps=4, between=poison_all(stash))
+    assert differences(expected, checked(found, stash)) == []
+
+
+def test_compiled_code_keeps_once_and_brings_back_once():
+    """A compiler may move what only the backward needs; what it must not do is to reserve twice."""
+    traces = []
+    for identity in (True, False):
+        stash, model = by_hand(identity)
+        graphed = graph(model, granularity="chunk", warmup=1, compile="aot_eager")
+        between = None if identity else poison_all(stash)
+        traces.append(train(graphed, steps=3, sizes=(10,), between=between))
+        assert graphed.stats.replayed > 3
+    assert differences(*traces) == []
+    assert stash.in_use().item() == 0 and not stash.verdict().item() and stash.need_hi().item() > 0
 
 
 def test_an_overflow_is_a_verdict_and_the_next_step_is_whole(plain):

@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from packgraph.moe.stash_ops import put, reserve, take
+from packgraph.moe.stash_ops import keep, reserve, take
 from packgraph.moe.stash_pages import DEMAND, NEED_HI, OVERFLOW, SPILLED_HI, Pages
 from packgraph.moe.stash_saving import Block, Column, unpack
 
@@ -111,25 +111,27 @@ class Stash:
     def keep(self, offsets: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Stash `sources`, [R, w] each, and return what to save for backward in their place.
 
-        For the forward of an autograd function; `back` undoes it. offsets: int [E], offsets[-1] rows are live. Raises
+        For the forward of an autograd function; `back` undoes it. Such a forward runs without gradients too, where
+        pages that nobody brings back are lost until the next reset: ask torch.is_grad_enabled() before the function is
+        applied. offsets: int [E], offsets[-1] rows are live. Raises
         RuntimeError where the pool has no column for a source.
         """
         places = self._places(sources)
         if self.identity or self.measures:
             return tuple(sources)
-        rows = sources[0].shape[0]
-        record = self.reserve(offsets, rows)
         buffers, hosts = [self.buffers[c][k] for c, k in places], self.host_memory(places)
-        token = put(buffers, hosts, list(sources), record, self.page_rows)
-        return record, token, self.pages.state, *buffers, *hosts
+        pages = self.pages
+        record = keep(pages.state, buffers, hosts, list(sources), offsets, self.page_rows, pages.pages,
+                      pages.host_pages)
+        return record, pages.state, *buffers, *hosts
 
     def back(self, kept: Sequence[Tensor], rows: int) -> list[Tensor]:
         """The tensors that `keep` was given, [rows, w], zero behind the live rows. Once: their pages are free then."""
         if self.identity or self.measures:
             return list(kept)
-        record, token, state, *memories = kept
+        record, state, *memories = kept
         count = len(memories) // 2 if self.pages.host_pages else len(memories)
-        return take(state, memories[:count], memories[count:], record, token, rows, self.page_rows, self.pages.pages,
+        return take(state, memories[:count], memories[count:], record, record, rows, self.page_rows, self.pages.pages,
                     self.pages.host_pages, True)[:-1]
 
     def verdict(self) -> Tensor:

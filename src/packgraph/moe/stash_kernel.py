@@ -1,10 +1,10 @@
 """The stash's kernels: reserve and release by one program, copies by as many as the device holds.
 
 Copies go tile by tile, 16 rows by up to 256 columns: a tile lies in one page, so the page table is read once per tile
-and every row of it is a run of 16-byte vectors. How many tiles are live is read from the record; the programs share them
-out among themselves, so a replay with few rows does little. Bringing back writes every row, those behind the live ones
-as zeros, without reading anything for them. Addresses are 64 bits wide. Host pages are pinned memory, which kernels
-reach over the bus; a tile is in one of the two.
+and every row of it is a run of 16-byte vectors. How many tiles are live is read from the record; the programs share
+them out among themselves, so a replay with few rows does little. Bringing back writes every row, those behind the live
+ones as zeros, without reading anything for them. Addresses are 64 bits wide. Host pages are pinned memory, which
+kernels reach over the bus; a tile is in one of the two.
 
 The specification of each function is its namesake `naive_...` in `stash_pages.py`.
 """

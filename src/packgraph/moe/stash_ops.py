@@ -1,4 +1,4 @@
-"""The operations of the stash as torch sees them: reserve, put, take. Kernels on CUDA, plain torch elsewhere.
+"""The operations of the stash as torch sees them: reserve, put, keep, take. Kernels on CUDA, plain torch elsewhere.
 
 They change the pool (state and buffers), and their schemas do not say so. That is meant: a pool is memory like the
 allocator's, and nobody reads it but these operations. What orders them is data: a put reads the record that a reserve
@@ -43,13 +43,7 @@ def put(buffers: Sequence[Tensor], hosts: Sequence[Tensor], sources: Sequence[Te
 
     hosts: as many as buffers, or none.
     """
-    for number, (buffer, source) in enumerate(zip(buffers, sources, strict=True)):
-        host = hosts[number] if hosts else None
-        if _by_kernel(record):
-            from packgraph.moe.stash_kernel import put_rows
-            put_rows(buffer, host, source, record, page_rows)
-        else:
-            naive_put(buffer, host, source, record, page_rows)
+    _put(buffers, hosts, sources, record, page_rows)
     return _token(record)
 
 
@@ -59,12 +53,36 @@ def _put_shape(buffers: Sequence[Tensor], hosts: Sequence[Tensor], sources: Sequ
     return _token(record)
 
 
+@torch.library.custom_op("packgraph::stash_keep", mutates_args=())
+def keep(state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], sources: Sequence[Tensor], offsets: Tensor,
+         page_rows: int, pages: int, host_pages: int) -> Tensor:
+    """Reserve and put in one: the record.
+
+    For compiled code, which is free to run what only the backward reads in the backward, and would rather reserve once
+    more there than save a record. As one operation it runs once, and saving the record is cheaper than the sources.
+    """
+    rows = sources[0].shape[0]
+    if _by_kernel(state):
+        from packgraph.moe.stash_kernel import reserve_pages
+        record = reserve_pages(state, offsets, rows, page_rows, pages, host_pages)
+    else:
+        record = naive_reserve(state, offsets, rows, page_rows, pages, host_pages)
+    _put(buffers, hosts, sources, record, page_rows)
+    return record
+
+
+@keep.register_fake
+def _keep_shape(state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], sources: Sequence[Tensor],
+                offsets: Tensor, page_rows: int, pages: int, host_pages: int) -> Tensor:
+    return state.new_empty(record_size(sources[0].shape[0], page_rows))
+
+
 @torch.library.custom_op("packgraph::stash_take", mutates_args=())
 def take(state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], record: Tensor, after: Tensor, rows: int,
          page_rows: int, pages: int, host_pages: int, release: bool) -> list[Tensor]:
     """The rows of each buffer, [R, w] with zeros behind the live ones, then a token.
 
-    after: the token of the put. release: give the pages back afterwards.
+    after: the token of the put, or again the record. release: give the pages back afterwards.
     """
     kernels = _by_kernel(state)
     taken = []
@@ -87,6 +105,17 @@ def take(state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], reco
 def _take_shapes(state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], record: Tensor, after: Tensor,
                  rows: int, page_rows: int, pages: int, host_pages: int, release: bool) -> list[Tensor]:
     return [*(buffer.new_empty(rows, buffer.shape[1]) for buffer in buffers), _token(record)]
+
+
+def _put(buffers: Sequence[Tensor], hosts: Sequence[Tensor], sources: Sequence[Tensor], record: Tensor,
+         page_rows: int) -> None:
+    for number, (buffer, source) in enumerate(zip(buffers, sources, strict=True)):
+        host = hosts[number] if hosts else None
+        if _by_kernel(record):
+            from packgraph.moe.stash_kernel import put_rows
+            put_rows(buffer, host, source, record, page_rows)
+        else:
+            naive_put(buffer, host, source, record, page_rows)
 
 
 def _by_kernel(tensor: Tensor) -> bool:

@@ -1,0 +1,65 @@
+"""Pages of the stash, counted beforehand."""
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packgraph.plan.stash import grown_pages, pages_for, stash_memory
+
+MOONLIGHT = {("bfloat16", 2048): 1, ("bfloat16", 2816): 1, ("bfloat16", 1408): 1}
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=30), st.sampled_from([16, 64, 128]))
+def test_pages_suffice_for_all_records_of_the_balanced_sum(rows, page_rows):
+    """However unequal records are: what counts is their sum, and a page of rounding for each."""
+    balanced = max(math.ceil(sum(rows) / len(rows)), 1)
+    pages = pages_for(balanced, 1, len(rows), 1, 1.0, page_rows)
+    assert sum(math.ceil(count / page_rows) for count in rows) <= pages
+    assert pages <= sum(rows) / page_rows + 2 * len(rows) + len(rows) / page_rows + 1
+
+
+def test_pages_of_a_known_case():
+    assert pages_for(4096, 6, 26, 1, 1.0) == 26 * 384 + 26
+    assert pages_for(4096, 6, 26, 4, 1.5) == 104 * 576 + 104
+    assert pages_for(100, 1, 2, 1, 1.0, 64, resident=True) == 2 + 1
+
+
+def test_illegal_values_are_named_at_once():
+    with pytest.raises(ValueError, match=r"tokens is 0.*layers is -1.*factor is 0.5"):
+        pages_for(0, 1, -1, 1, 0.5)
+    with pytest.raises(ValueError, match="the only record is resident"):
+        pages_for(1, 1, 1, 1, resident=True)
+    with pytest.raises(ValueError, match=r"capacity of 0.9"):
+        stash_memory(MOONLIGHT, 1, 1, 1, 1, 0.9)
+    with pytest.raises(ValueError, match="int8 are not stashed"):
+        stash_memory({("int8", 8): 1}, 1, 1, 1, 1, 2.0)
+
+
+def test_memory_of_moonlight_is_within_a_tenth_of_balanced_eager_at_capacity_two():
+    """26 layers with experts; the backward of the last one follows its forward, so it is not stashed."""
+    one = stash_memory(MOONLIGHT, 4096, 6, 26, 1, 2.0, factor=1.02, resident=True)
+    assert 1 + 1 / 26 < one.ratio < 1.10
+    assert one.worst == 2 * one.balanced
+    assert one.pool == one.pages * 64 * (2048 + 2816 + 1408) * 2
+    several = stash_memory(MOONLIGHT, 4096, 6, 13, 4, 2.0, factor=1.05)
+    assert several.ratio < 1.10
+    assert "1.0" in several.report() and "bfloat16 x 2816" in several.report()
+
+
+@given(st.integers(1, 5000), st.integers(1, 8), st.integers(1, 30), st.integers(1, 6), st.floats(1, 4))
+def test_memory_is_never_below_its_limit(tokens, top_k, layers, in_flight, capacity):
+    memory = stash_memory(MOONLIGHT, tokens, top_k, layers, in_flight, capacity, factor=1.0,
+                          resident=layers * in_flight > 1)
+    records = layers * in_flight
+    assert memory.ratio >= 1 + (capacity - 1) / records - 1e-9
+    assert memory.balanced <= memory.worst
+
+
+def test_growing_is_bounded():
+    assert grown_pages(100, 120, 1000) == 132
+    assert grown_pages(100, 120, 125) == 125
+    with pytest.raises(ValueError, match="no reason to grow"):
+        grown_pages(100, 100, 1000)
+    with pytest.raises(ValueError, match="fewer microbatches"):
+        grown_pages(100, 2000, 1000)
