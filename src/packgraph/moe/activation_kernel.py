@@ -4,7 +4,6 @@ How many rows there are is looked up on the device (the last offset): programs b
 zero gradients of weights, write nothing. The backward goes over a row from left to right in one program, so the
 gradient of its weight is a sum in a fixed order.
 """
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,8 +59,8 @@ def activate(h: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
     if rows:
         _forward[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, columns))](
-            h, weights.contiguous(), offsets, out, offsets.shape[0], rows, width, h.stride(0), ROWS=TILE_ROWS,
-            COLUMNS=columns)
+            h, weights.contiguous(), offsets.contiguous(), out, offsets.shape[0], rows, width, h.stride(0),
+            ROWS=TILE_ROWS, COLUMNS=columns)
     return out
 
 
@@ -69,12 +68,12 @@ def activate_backward(grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor)
     """As `activation_backward`: gradients of h [R, 2I] and of weights [R], and the activation [R, I]."""
     h, grad = _by_rows(h), _by_rows(grad)
     rows, width = grad.shape
-    of_h, of_weights, act = h.new_empty(rows, 2 * width), torch.empty_like(weights), grad.new_empty(rows, width)
+    of_h, of_weights, act = h.new_empty(rows, 2 * width), weights.new_empty(rows), grad.new_empty(rows, width)
     columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
     if rows:
         _backward[(triton.cdiv(rows, TILE_ROWS),)](
-            grad, h, weights.contiguous(), offsets, of_h, of_weights, act, offsets.shape[0], rows, h.stride(0),
-            grad.stride(0), WIDTH=width, ROWS=TILE_ROWS, COLUMNS=columns)
+            grad, h, weights.contiguous(), offsets.contiguous(), of_h, of_weights, act, offsets.shape[0], rows,
+            h.stride(0), grad.stride(0), WIDTH=width, ROWS=TILE_ROWS, COLUMNS=columns)
     return of_h, of_weights, act
 
 

@@ -115,7 +115,7 @@ def _gather(x, pair_of_row, out, rows, width, stride, PLACES: tl.constexpr, ROWS
 
 def gather(x: Tensor, pair_of_row: Tensor, places: int) -> Tensor:
     """[T, H] -> [R, H]: the token of each row's pair, zeros in rows without one. places: k."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x, pair_of_row = x if x.stride(1) == 1 else x.contiguous(), pair_of_row.contiguous()
     rows, width = pair_of_row.shape[0], x.shape[1]
     out = x.new_empty(rows, width)
     columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
@@ -141,7 +141,7 @@ def _combine(y, row_of_pair, out, tokens, width, stride, PLACES: tl.constexpr, R
 
 def combine(y: Tensor, row_of_pair: Tensor) -> Tensor:
     """[R, H] -> [T, H]: the sum of each token's rows, place after place in float32, rounded once."""
-    y = y if y.stride(1) == 1 else y.contiguous()
+    y, row_of_pair = y if y.stride(1) == 1 else y.contiguous(), row_of_pair.contiguous()
     (tokens, places), width = row_of_pair.shape, y.shape[1]
     out = y.new_empty(tokens, width)
     columns = min(TILE_COLUMNS // 2, triton.next_power_of_2(width))  # all places' tiles are in flight at once
@@ -161,7 +161,7 @@ def _pick(values, index, out, size, stride, BLOCK: tl.constexpr):  # type: ignor
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
     """values[index], 0 where index is -1. values: [N]; index: int32 [M]."""
-    out = values.new_empty(index.shape[0])
+    index, out = index.contiguous(), values.new_empty(index.shape[0])
     if index.shape[0]:
         _pick[(triton.cdiv(index.shape[0], PICKED),)](values, index, out, index.shape[0], values.stride(0),
                                                       BLOCK=PICKED)
