@@ -15,6 +15,7 @@ from packgraph.plan.regions import GRANULARITIES, STAGE_NAMES, Run, cut_runs, ex
 class Named:
     name: str
     layer: int
+    eager: str = ""
 
 
 DECODER = [Named("embed", -1), *[Named(n, i) for i in range(2) for n in ("attn", "mlp")], Named("head", 2)]

@@ -13,9 +13,8 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed
-from packgraph.train.build import build_chunks, make_executor
+from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.executor import Executor
-from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.step import accumulate, count_loss_tokens, own_share
@@ -28,7 +27,7 @@ class Side:
         """mesh: where the processes are; None = a run of this process alone."""
         self.device, self.mesh = device, mesh or single_process()
         self.model = build_chunks(config, device, self.mesh)
-        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, self.mesh)
+        self.optimizer = make_optimizer(self.model, config, self.mesh)
         # Some steps have all their microbatches in flight.
         several = replace(config, graph=replace(config.graph, slots=None))
         self.executor = make_executor(self.model, several, device, self.mesh)
@@ -65,7 +64,7 @@ class Side:
         """Go on from this run's random states and capture if due; this replica's share of the step."""
         set_random_states(self.random, self.device)
         self.executor.before_step(step)
-        return own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
+        return own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"], self.mesh.size("ep"))
 
     def parameters(self) -> dict[str, Tensor]:
         """The live memory of this rank's parameters and buffers by name."""

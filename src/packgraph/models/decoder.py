@@ -41,13 +41,17 @@ class DecoderModel(DecoderStack):
 
 
 def head_cost(config: DecoderConfig) -> float:
-    """Work of the head in layers: the ratio of their weights, since every weight is used once per token."""
+    """Work of the head in layers: the ratio of the weights that a token uses. All layers count alike."""
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    layer = config.hidden_size * (config.head_dim * heads + 3 * config.intermediate_size)
+    experts = config.experts
+    width = config.intermediate_size if not experts.enabled else \
+        (experts.per_token + experts.shared) * experts.intermediate_size
+    layer = config.hidden_size * (config.head_dim * heads + 3 * width)
     return config.hidden_size * config.vocab_size / layer
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:
-    """Every stage name that a decoder of `config` has, without its weights: those of a decoder of one layer."""
+    """Every stage name that a decoder of `config` has, without its weights: those of its first and its last layer."""
     with torch.device("meta"):
-        return DecoderStack(config, {0: DecoderLayer(config, 0)}).stages()
+        indices = sorted({0, config.num_layers - 1})
+        return DecoderStack(config, {index: DecoderLayer(config, index) for index in indices}).stages()

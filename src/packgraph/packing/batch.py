@@ -75,6 +75,12 @@ class PackedBatch:
         data, loss_tokens = fill(found, capacity)
         return PackedBatch(data, capacity, HostFacts(lengths, loss_tokens))
 
+    @staticmethod
+    def empty(capacity: Capacity) -> "PackedBatch":
+        """A pack without documents, all padding: for a rank that has nothing to do but take part in exchanges."""
+        data, loss_tokens = fill([], capacity)
+        return PackedBatch(data, capacity, HostFacts((), loss_tokens))
+
     @property
     def tokens(self) -> Tensor:
         """int64 [T]: token ids, 0 in the tail."""

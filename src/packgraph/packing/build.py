@@ -15,7 +15,7 @@ NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool
 
 
 def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int]:
-    """The buffer of a pack of `documents`, which must fit in `capacity`, and its number of loss tokens.
+    """The buffer of a pack of `documents` (none: all padding), which must fit, and its number of loss tokens.
 
     Returns (uint8 [layout_of(capacity).nbytes] on the host, host int). All bytes are defined, gaps too, so
     equal packs are equal buffers.
@@ -27,11 +27,11 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
     def field(place: Field) -> NDArray[Any]:
         return buffer[place.start : place.stop].view(NUMPY_TYPES[place.dtype])
 
-    lengths = np.array([len(document) for document in documents])
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
     stops = np.cumsum(lengths)
-    used = int(stops[-1])
+    used = int(lengths.sum())
 
-    tokens = np.concatenate([document.tokens for document in documents])
+    tokens = np.concatenate([np.empty(0, dtype=np.int64), *(document.tokens for document in documents)])
     field(layout.tokens)[:used] = tokens
     if any(document.targets is not None for document in documents):
         targets = np.concatenate([
@@ -39,7 +39,7 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
     else:
         targets = tokens
     labels = field(layout.labels)
-    labels[: used - 1] = targets[1:]
+    labels[: max(used - 1, 0)] = targets[1:]
     labels[stops - 1] = IGNORED
     labels[used:] = IGNORED
 

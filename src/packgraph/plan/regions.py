@@ -5,6 +5,8 @@ Pure decisions on names and layer numbers; the only place where scope and granul
     stages   embed | attn mlp | attn mlp | head          scope {attn, mlp}
     layer            [------]   [------]                 two regions, cut at every layer
     chunk            [-----------------]                 one region; embed and head stay eager
+
+A stage that can never be captured says why (`Stage.eager`): without a scope it stays eager, naming it is an error.
 """
 import difflib
 from collections.abc import Iterable, Sequence
@@ -30,13 +32,16 @@ GRANULARITIES = ("layer", "chunk")
 
 
 class NamedStage(Protocol):
-    """What this module needs of a stage: its name and the layer it belongs to."""
+    """What this module needs of a stage: its name, the layer it belongs to, and why it cannot be captured, if so."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def layer(self) -> int: ...
+
+    @property
+    def eager(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,10 @@ def scope_errors(stages: Sequence[NamedStage], scope: Iterable[str] | None, gran
         errors.append("'moe' already means every moe_* stage: give either 'moe' or the single stages")
     if "moe_preprocess" in asked and "moe_router" not in asked:
         errors.append("'moe_preprocess' needs 'moe_router': it reads the router's captured outputs")
+    for name in sorted(asked & set(SCOPE_NAMES)):
+        reasons = dict.fromkeys(f"{stage.name}: {stage.eager}" for stage in stages
+                                if stage.eager and stage.name in expand_scope([name]))
+        errors.extend(f"{name!r} cannot be captured here: {reason}" for reason in reasons)
     return errors
 
 
@@ -95,7 +104,7 @@ def cut_runs(stages: Sequence[NamedStage], scope: Iterable[str] | None, granular
     coloured = expand_scope(scope)
     runs: list[Run] = []
     for index, stage in enumerate(stages):
-        captured = stage.name in coloured
+        captured = stage.name in coloured and not stage.eager
         same_layer = granularity == "chunk" or index == 0 or stages[index - 1].layer == stage.layer
         if runs and runs[-1].captured == captured and (same_layer or not captured):
             runs[-1] = Run(runs[-1].start, index + 1, captured)

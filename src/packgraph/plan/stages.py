@@ -19,11 +19,13 @@ class Stage:
 
     name: one of the glossary's stage names. layer: index of the layer it belongs to (-1 before the first layer, the
     number of layers after the last). run: maps the state to the next state; it must not change the dict it is given.
+    eager: why the stage can never be captured, such as a wait for the host; empty when it can be.
     """
 
     name: str
     layer: int
     run: Callable[[State], State]
+    eager: str = ""
 
 
 @runtime_checkable

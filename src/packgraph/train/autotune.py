@@ -136,8 +136,8 @@ class Autotune:
         ripe = self._turns.ripe(self._open())
         if ripe:
             self._choose(ripe, note)
-        replicas = self._mesh.size("dp")
-        shares = [self._buckets_of(own_share(batches, replicas, replica)) for replica in range(replicas)]
+        replicas, together = self._mesh.size("dp"), self._mesh.size("ep")
+        shares = [self._buckets_of(own_share(batches, replicas, replica, together)) for replica in range(replicas)]
         way = None if self.off else self._turns.next_way(shares, self._open())
         if way == EAGER and not self._has_room(note):
             way = None

@@ -4,15 +4,20 @@ Stages are dealt out in turn: chunk c of rank r is stage c * ranks + r. The inva
 `run.seed` (or `run.init_from`) alone, neither on the device nor on the layout.
 """
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import DecoderModel
+from packgraph.moe.dispatchers import make_dispatcher
+from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
 from packgraph.train.autotune import Autotune
 from packgraph.train.executor import Executor
+from packgraph.train.expert_balance import ExpertBalance
+from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.stage_executor import StageExecutor
 from packgraph.train.step_executor import StepExecutor
@@ -32,7 +37,18 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     models = _build(config, device, stages, ranks * chunks)
     for model in models if mesh.size("tp") > 1 else ():
         parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
+    for model in models if config.model.experts.enabled else ():
+        split_experts(model, mesh, partial(
+            make_dispatcher, config.parallel.dispatcher_name, factor=config.parallel.expert_room))
     return ModelChunks(models)
+
+
+def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optimizer:
+    """The optimizer of these chunks; its update moves the routers' biases, too. Make it before the executor."""
+    optimizer = Optimizer(model.named_parameters(), config.optimizer, mesh)
+    if config.model.experts.enabled:
+        optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp"))
+    return optimizer
 
 
 def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:

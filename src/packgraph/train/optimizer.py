@@ -15,6 +15,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import FlatParameters, Span
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ties import tie_groups
+from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.options import OptimizerConfig
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
@@ -27,6 +28,8 @@ class Optimizer:
     share the work and the state, and what several stages along `pp` hold by the same name is one parameter. Making an
     optimizer moves the parameters into flat buffers, so make it before graphs are captured.
     """
+
+    balance: ExpertBalance | None = None  # moves the routers' biases, as a part of every update
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig,
                  mesh: Mesh | None = None) -> None:
@@ -81,6 +84,8 @@ class Optimizer:
         if narrow:
             torch._foreach_copy_([span.own_parameters for span, _ in narrow], [master for _, master in narrow])
         self.flat.gather()
+        if self.balance is not None:
+            self.balance.update()
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import tensor_problems
 from packgraph.plan.memory_budget import budget_bytes
-from packgraph.plan.regions import scope_errors
+from packgraph.plan.regions import MOE_STAGES, expand_scope, scope_errors
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.data.config import DataConfig
 
@@ -147,6 +147,11 @@ class ParallelConfig:
     pp: ranks of the pipeline.
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles, more transfers.
     sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
+    ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and tokens travel.
+    dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which graphs can capture;
+        host_splits = exactly what is routed, whose sizes the host waits for; auto = local with ep = 1, else padded.
+    expert_room: rows per pair of ranks over what equally busy experts would need; where it does not suffice the step
+        is repeated with more.
     """
 
     dp: int | None = None
@@ -154,15 +159,28 @@ class ParallelConfig:
     pp: int = 1
     chunks: int = 1
     sequence: bool = True
+    ep: int = 1
+    dispatcher: Literal["auto", "local", "host_splits", "padded"] = "auto"
+    expert_room: float = 1.5
 
     def __post_init__(self) -> None:
         sizes = {"dp": 1 if self.dp is None else self.dp, "tp": self.tp, "pp": self.pp,
-                 "chunks": self.chunks}
-        _refuse({f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()})
+                 "chunks": self.chunks, "ep": self.ep, "expert_room": self.expert_room}
+        problems = {f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()}
+        problems[f"dispatcher = local sends nothing, but ep = {self.ep} ranks share the experts; use padded or "
+                 "host_splits"] = self.dispatcher == "local" and self.ep > 1
+        _refuse(problems)
 
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        return Layout(dp=self.dp, pp=self.pp, tp=self.tp)
+        return Layout(dp=self.dp, pp=self.pp, tp=self.tp, ep=self.ep)
+
+    @property
+    def dispatcher_name(self) -> str:
+        """The dispatcher, with `auto` decided."""
+        if self.dispatcher != "auto":
+            return self.dispatcher
+        return "local" if self.ep == 1 else "padded"
 
     @property
     def splits_rows(self) -> bool:
@@ -294,6 +312,25 @@ def _pipeline_problems(config: TrainConfig) -> list[str]:
     return [text for text, wrong in problems.items() if wrong]
 
 
+def _expert_problems(config: TrainConfig) -> list[str]:
+    """What keeps experts from being shared, and stages of them from being captured, as asked."""
+    experts, parallel, graph = config.model.experts, config.parallel, config.graph
+    if not experts.enabled:
+        return [f"parallel.ep = {parallel.ep} shares experts, but model.experts.count is 0"] if parallel.ep > 1 else []
+    waits = parallel.dispatcher_name == "host_splits"
+    named = sorted(expand_scope(graph.scope) & set(MOE_STAGES) - {"moe_router"}) if graph.scope is not None else []
+    problems = {
+        f"parallel.ep = {parallel.ep} does not divide model.experts.count = {experts.count}":
+            experts.count % parallel.ep > 0,
+        f"parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, so {', '.join(named)} "
+        "cannot be in graph.scope; use dispatcher = padded, or capture moe_router only":
+            graph.enabled and waits and bool(named),
+        "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use dispatcher = padded, or "
+        "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",
+    }
+    return [text for text, wrong in problems.items() if wrong]
+
+
 def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
     """All reasons why the model and its capacities cannot be spread over `world` processes as asked."""
     parallel = config.parallel
@@ -305,6 +342,7 @@ def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
                      "nobody to take turns with")
     if parallel.tp > 1:
         found += tensor_problems(config.model, parallel.tp)
+    found += _expert_problems(config)
     known = [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
     odd = [capacity.tokens for capacity in known if capacity.tokens % parallel.tp]
     if parallel.splits_rows and odd:

@@ -2,7 +2,9 @@
 import difflib
 from collections.abc import Callable
 
-from packgraph.models.decoder import DecoderConfig
+from packgraph.models.config import DecoderConfig
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.latent_config import LatentConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config import ConfigError
 from packgraph.train.data.config import DataConfig
@@ -37,7 +39,42 @@ def qwen3_0_6b() -> TrainConfig:
     )
 
 
-PRESETS: dict[str, Callable[[], TrainConfig]] = {"qwen3-tiny": qwen3_tiny, "qwen3-0.6b": qwen3_0_6b}
+def moonlight_tiny() -> TrainConfig:
+    """A toy of the DeepSeek-V3 family (latent attention, experts) on bytes of Python's own library, for CPU cores."""
+    return TrainConfig(
+        preset="moonlight-tiny",
+        model=DecoderConfig(
+            vocab_size=320, hidden_size=96, intermediate_size=256, num_layers=3, num_heads=4, num_kv_heads=4,
+            head_dim=24, rope_theta=10_000.0, qk_norm=False,
+            latent=LatentConfig(kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16),
+            experts=ExpertConfig(count=8, per_token=2, intermediate_size=64, shared=1, first_dense=1, score="sigmoid",
+                                 scaling=2.0, score_bias=True, document_loss=1e-4)),
+        data=DataConfig(overlong="split"),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
+        graph=GraphConfig(capacities=(Capacity(256, 8), Capacity(512, 16), Capacity(1024, 32))),
+        run=RunConfig(steps=160, tokens_per_step=2048, checkpoint_every=80),
+    )
+
+
+def moonlight() -> TrainConfig:
+    """The shape of Moonlight-16B-A3B in bfloat16: 27 layers, 64 experts, 6 of them and 2 shared ones for each token."""
+    return TrainConfig(
+        preset="moonlight",
+        model=DecoderConfig(
+            vocab_size=163_840, hidden_size=2048, intermediate_size=11_264, num_layers=27, num_heads=16,
+            num_kv_heads=16, head_dim=192, rope_theta=50_000.0, rms_norm_eps=1e-5, qk_norm=False,
+            max_position_embeddings=8192, latent=LatentConfig(kv_rank=512),
+            experts=ExpertConfig(count=64, per_token=6, intermediate_size=1408, shared=2, first_dense=1,
+                                 score="sigmoid", scaling=2.446, score_bias=True, document_loss=1e-3)),
+        data=DataConfig(overlong="split"),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100),
+        graph=GraphConfig(capacities=(Capacity(1024, 32), Capacity(2048, 64), Capacity(4096, 64))),
+        run=RunConfig(steps=1000, tokens_per_step=32_768, checkpoint_every=250, dtype="bfloat16"),
+    )
+
+
+PRESETS: dict[str, Callable[[], TrainConfig]] = {
+    "qwen3-tiny": qwen3_tiny, "qwen3-0.6b": qwen3_0_6b, "moonlight-tiny": moonlight_tiny, "moonlight": moonlight}
 
 
 def preset(name: str) -> TrainConfig:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
 
 LossFunction = Callable[[PackedBatch, Tensor], Tensor]
 
@@ -32,21 +33,41 @@ def take_step(packs: Iterator[PackedBatch], tokens_per_step: int) -> list[Packed
     return taken
 
 
-def own_share(batches: Sequence[PackedBatch], replicas: int, replica: int) -> list[PackedBatch]:
+def own_share(batches: Sequence[PackedBatch], replicas: int, replica: int, together: int = 1) -> list[PackedBatch]:
     """The packs of a step that one of `replicas` runs, in the order of the step.
+
+    together: consecutive replicas that share experts, so that each of their microbatches is one exchange among all of
+    them: they must run packs of equal capacity at the same time. Where a step has too few, some run an empty one.
 
     Every replica reads the whole stream, so all of them know the whole step from host ints alone, and the position in
     the data does not depend on how many there are. The largest packs are dealt out first, each to the replica with the
     fewest places so far (Graham 1969: at most 4/3 of the best possible longest share).
     """
-    places = [0] * replicas
+    rounds = _rounds(batches, together)
+    places = [0] * (replicas // together)
     share: set[int] = set()
-    for index in sorted(range(len(batches)), key=lambda index: -batches[index].capacity.tokens):
-        least = min(range(replicas), key=lambda candidate: places[candidate])
-        places[least] += batches[index].capacity.tokens
-        if least == replica:
+    for index in sorted(range(len(rounds)), key=lambda index: -rounds[index][0].capacity.tokens):
+        least = min(range(len(places)), key=lambda candidate: places[candidate])
+        places[least] += rounds[index][0].capacity.tokens
+        if least == replica // together:
             share.add(index)
-    return [batch for index, batch in enumerate(batches) if index in share]
+    return [batches[replica % together] for index, batches in enumerate(rounds) if index in share]
+
+
+def _rounds(batches: Sequence[PackedBatch], together: int) -> list[list[PackedBatch]]:
+    """Packs of equal capacity, `together` at a time, filled up with empty ones; in the order of their first packs."""
+    rounds: list[list[PackedBatch]] = []
+    open_rounds: dict[Capacity, list[PackedBatch]] = {}
+    for batch in batches:
+        found = open_rounds.setdefault(batch.capacity, [])
+        if not found:
+            rounds.append(found)
+        found.append(batch)
+        if len(found) == together:
+            del open_rounds[batch.capacity]
+    for capacity, found in open_rounds.items():
+        found += [PackedBatch.empty(capacity)] * (together - len(found))
+    return rounds
 
 
 def count_loss_tokens(batches: Sequence[PackedBatch]) -> int:

@@ -23,7 +23,7 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.plan.learning_rate import learning_rate_at
-from packgraph.train.build import build_chunks, make_executor
+from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint import (
     LATEST,
     STATE,
@@ -39,7 +39,6 @@ from packgraph.train.data import DataError, Microbatches
 from packgraph.train.executor import add_counts
 from packgraph.train.left_out import LeftOut
 from packgraph.train.metrics import LateFetch, MetricsLog, RowsOnly, summarize
-from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
@@ -90,7 +89,7 @@ class Trainer:
         self._splits_rows = config.parallel.splits_rows
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
-        self.optimizer = Optimizer(self.model.named_parameters(), config.optimizer, self.mesh)
+        self.optimizer = make_optimizer(self.model, config, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
         self.executor.everyone = self.mesh.everyone()
         self.step = 0
@@ -227,7 +226,7 @@ class Trainer:
         for told in self.executor.memory.notes if captured and self.executor.memory is not None else ():
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
-        share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"])
+        share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"], self.mesh.size("ep"))
         learning_rate = self._learning_rate()
         loss, norm = self.executor.train_step(share, count_loss_tokens(batches), self.optimizer, learning_rate)
         started, self._last_end = self._last_end, time.perf_counter()

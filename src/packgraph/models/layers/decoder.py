@@ -1,4 +1,4 @@
-"""One pre-norm decoder layer and its stages.
+"""One pre-norm decoder layer and its stages; a layer with experts has five `moe_*` stages in the place of `mlp`.
 
     hidden --+-- norm -- self_attn -- dropout --(+)--+-- norm -- mlp -- dropout --(+)-- hidden
              +----------------------------------+    +----------------------------+
@@ -16,6 +16,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention
 from packgraph.models.layers.latent_attention import LatentAttention
 from packgraph.models.layers.mlp import GatedMLP
+from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.plan.stages import Stage, State
 
@@ -30,10 +31,17 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.merge_projections)
+        self.mlp: GatedMLP | MoEBlock = MoEBlock(config) if config.experts.has_layer(index) else GatedMLP(
+            config.hidden_size, config.intermediate_size, config.merge_projections)
 
     def stages(self) -> Sequence[Stage]:
-        return [Stage("attn", self.index, self.run_attention), Stage("mlp", self.index, self.run_mlp)]
+        attention = Stage("attn", self.index, self.run_attention)
+        if not isinstance(self.mlp, MoEBlock):
+            return [attention, Stage("mlp", self.index, self.run_mlp)]
+        runs = {"moe_router": self.run_router, "moe_preprocess": self.run_preprocess,
+                "moe_dispatch": self.run_dispatch, "moe_experts": self.run_experts, "moe_combine": self.run_combine}
+        why_not = self.mlp.dispatcher.why_not
+        return [attention, *(Stage(name, self.index, run, why_not.get(name, "")) for name, run in runs.items())]
 
     def run_attention(self, state: State) -> State:
         """Stage `attn`: reads hidden, rotary and attention; replaces hidden."""
@@ -46,6 +54,32 @@ class DecoderLayer(nn.Module):
         hidden = state["hidden"]
         branch = self.mlp(self.post_attention_layernorm(hidden))
         return {**state, "hidden": hidden + self._drop(branch)}
+
+    def run_router(self, state: State) -> State:
+        """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones add to the state."""
+        return self._moe.run_router(state, self.post_attention_layernorm(state["hidden"]))
+
+    def run_preprocess(self, state: State) -> State:
+        """Stage `moe_preprocess`."""
+        return self._moe.run_preprocess(state)
+
+    def run_dispatch(self, state: State) -> State:
+        """Stage `moe_dispatch`."""
+        return self._moe.run_dispatch(state)
+
+    def run_experts(self, state: State) -> State:
+        """Stage `moe_experts`."""
+        return self._moe.run_experts(state)
+
+    def run_combine(self, state: State) -> State:
+        """Stage `moe_combine`: replaces hidden."""
+        state, branch = self._moe.run_combine(state)
+        return {**state, "hidden": state["hidden"] + self._drop(branch)}
+
+    @property
+    def _moe(self) -> MoEBlock:
+        assert isinstance(self.mlp, MoEBlock)
+        return self.mlp
 
     def _drop(self, branch: Tensor) -> Tensor:
         return F.dropout(branch, self.dropout, training=True) if self.training and self.dropout else branch

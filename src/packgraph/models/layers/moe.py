@@ -1,0 +1,156 @@
+"""The feed-forward branch with experts, in five stages over an explicit state.
+
+    hidden -+- norm -- gate -- top-k -- plan -- rows by expert -- experts -- sum per token -(+)-(+)- hidden
+            |     +-------------------------- shared experts -------------------------------+    |
+            +------------------------------------------------------------------------------------+
+            |<--- moe_router --->|<- moe_preprocess ->|<- moe_dispatch ->|<- moe_experts ->|<- moe_combine ->|
+
+Between the stages stand, in the state: moe_input [T, H] and moe_routing from the router, moe_shared [T, H] where there
+are shared experts; moe_plan from moe_preprocess; moe_rows from moe_dispatch; moe_made [R, H] from the experts. The last
+stage takes them all out again. Padding rows have expert -1 from the router on, whatever they hold.
+"""
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packgraph.models.config import DecoderConfig
+from packgraph.models.layers.mlp import GatedMLP
+from packgraph.moe.balance import expert_counts
+from packgraph.moe.dispatch import Dispatcher, LocalDispatcher, Rows
+from packgraph.moe.experts import Experts
+from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
+from packgraph.moe.routing import drop_beyond, route
+from packgraph.ops.loss import token_count
+from packgraph.packing.batch import PackedBatch
+from packgraph.plan.stages import State
+
+BETWEEN = ("moe_input", "moe_routing", "moe_shared", "moe_plan", "moe_rows", "moe_made")
+
+
+class Gate(nn.Module):
+    """Logits of the router, [T, H] -> float32 [T, E], and what balances experts; named as in Hugging Face checkpoints.
+
+    e_score_correction_bias: float32 [E] whatever the model's dtype, where the config has a bias. load: int64 [E], how
+    many tokens each expert got in the forwards of training since `balance` has read it last; no part of the state_dict.
+    """
+
+    e_score_correction_bias: Tensor | None
+    load: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        count = config.experts.count
+        self.weight = nn.Parameter(torch.empty(count, config.hidden_size))
+        bias = torch.zeros(count, dtype=torch.float32) if config.experts.score_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+        self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In float32: rounded logits would make ties, and choices that differ between layouts."""
+        return F.linear(x.float(), self.weight.float())
+
+    def reset_balance(self) -> None:
+        """A bias of zero, and nothing counted."""
+        self.load.zero_()
+        if self.e_score_correction_bias is not None:
+            self.e_score_correction_bias.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.e_score_correction_bias is not None \
+                and self.e_score_correction_bias.dtype != torch.float32:
+            device = self.e_score_correction_bias.device
+            self.e_score_correction_bias = bias.to(device) if bias.device.type != "meta" else \
+                torch.zeros_like(bias, device=device)
+        return self
+
+
+class MoEBlock(nn.Module):
+    """Router, experts and shared experts of one layer. dispatcher: how tokens get to the experts; local at first.
+
+    Stages that wait for the host with this dispatcher are named, with the reason, in `dispatcher.why_not`.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.settings = config.experts
+        self.gate = Gate(config)
+        self.experts = Experts(config.experts.count, config.hidden_size, config.experts.intermediate_size)
+        width = config.experts.shared * config.experts.intermediate_size
+        self.shared_experts = GatedMLP(config.hidden_size, width, config.merge_projections) if width else None
+        self.dispatcher: Dispatcher = LocalDispatcher(config.experts.count)
+
+    def run_router(self, state: State, x: Tensor) -> State:
+        """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden, counts the load."""
+        batch: PackedBatch = state["batch"]
+        settings, padding = self.settings, batch.padding_mask
+        logits = self.gate(x)
+        scored = route(logits, padding, self.gate.e_score_correction_bias, settings)
+        routing = scored.routing
+        if settings.drop_factor:
+            most = math.ceil(settings.drop_factor * padding.numel() * settings.per_token / settings.count)
+            routing = drop_beyond(routing, settings.count, most)
+        found = {**state, "moe_input": x, "moe_routing": routing}
+        if self.shared_experts is not None:
+            found["moe_shared"] = self.shared_experts(x)
+        if self.training:
+            with torch.no_grad():
+                self.gate.load.add_(expert_counts(scored.routing.experts, settings.count))
+            loss = self._loss(logits, scored.scores, scored.routing.experts, batch)
+            if loss is not None:
+                found["hidden"] = attach(state["hidden"], loss, share_of_step(state))
+        return found
+
+    def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor, batch: PackedBatch) -> Tensor | None:
+        """The auxiliary loss of a microbatch, each part a mean over its tokens or documents."""
+        settings, valid = self.settings, ~batch.padding_mask
+        parts = []
+        if settings.load_loss:
+            parts.append(settings.load_loss * load_loss(scores, experts, valid))
+        if settings.document_loss:
+            parts.append(settings.document_loss * document_loss(scores, experts, batch.document_ids, valid,
+                                                                batch.capacity.documents))
+        if settings.z_loss:
+            parts.append(settings.z_loss * z_loss(logits, valid))
+        return torch.stack(parts).sum() if parts else None
+
+    def run_preprocess(self, state: State) -> State:
+        """Adds moe_plan."""
+        return {**state, "moe_plan": self.dispatcher.preprocess(state["moe_routing"])}
+
+    def run_dispatch(self, state: State) -> State:
+        """Adds moe_rows."""
+        rows = self.dispatcher.dispatch(state["moe_input"], state["moe_routing"], state["moe_plan"])
+        return {key: value for key, value in state.items() if key not in ("moe_input", "moe_routing")} | {
+            "moe_rows": rows}
+
+    def run_experts(self, state: State) -> State:
+        """Replaces moe_rows by moe_made."""
+        rows: Rows = state["moe_rows"]
+        made = self.experts(rows.values, rows.weights, rows.offsets)
+        return {key: value for key, value in state.items() if key != "moe_rows"} | {"moe_made": made}
+
+    def run_combine(self, state: State) -> tuple[State, Tensor]:
+        """Takes everything of the experts out of the state; returns the branch [T, H] beside it."""
+        branch = self.dispatcher.combine(state["moe_made"], state["moe_plan"])
+        if "moe_shared" in state:
+            branch = branch + state["moe_shared"]
+        return {key: value for key, value in state.items() if key not in BETWEEN}, branch
+
+
+def share_of_step(state: State) -> Tensor:
+    """This microbatch's part of the loss tokens of its step: float32 [] on the device."""
+    own = token_count(state["batch"].labels)
+    tokens = state["tokens_in_step"]
+    total = own if tokens is None else tokens
+    return own / total.clamp(min=1)
+
+
+def moe_blocks(chunks: Sequence[nn.Module]) -> list[MoEBlock]:
+    """All layers with experts in these chunks, in order."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoEBlock)]
