@@ -11,6 +11,7 @@ from packgraph.models.hf import save_pretrained
 # Two float32 programs that sum up to 64 terms in different order through up to three layers: measured differences are
 # below 3e-6 of each tensor's largest entry; RELATIVE leaves room for other builds of the matrix product.
 RELATIVE = 2e-5
+EXPERTS = "set_experts_implementation"  # of versions that choose kernels for experts; eager = one by one
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
@@ -35,7 +36,8 @@ def theirs_from(folder: Path, implementation: str = "sdpa") -> Any:
     transformers = __import__("transformers")
     architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
     model, told = getattr(transformers, architecture).from_pretrained(
-        folder, attn_implementation=implementation, output_loading_info=True)
+        folder, attn_implementation=implementation, output_loading_info=True,
+        **({"experts_implementation": "eager"} if hasattr(transformers.PreTrainedModel, EXPERTS) else {}))
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     assert model.dtype == torch.float32
     return model.train()

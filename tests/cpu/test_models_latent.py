@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 from hfkit import compare_with_transformers, randomised
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_batches import hand_batch, random_documents
 
 from packgraph.bench.flops import model_flops
@@ -52,6 +54,19 @@ SHAPES = {
 ])
 def test_logits_and_gradients_equal_those_of_transformers(shape, lengths, rows, implementation, tmp_path):
     compare_with_transformers(randomised(SHAPES[shape], seed=len(lengths)), tmp_path, lengths, rows, implementation)
+
+
+@settings(max_examples=8, deadline=None)
+@given(rank=st.integers(4, 12), query_rank=st.sampled_from([0, 4, 9]), nope=st.integers(1, 7), half=st.integers(1, 5),
+       value=st.integers(1, 9), interleaved=st.booleans(), factor=st.sampled_from([1.0, 1.5, 40.0]),
+       lengths=st.lists(st.integers(4, 12), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_random_shapes_equal_those_of_transformers(rank, query_rank, nope, half, value, interleaved, factor, lengths,
+                                                   seed, tmp_path_factory):
+    """Ranks from 4 on: the gradient of a norm over one or two columns is nearly 0, the rest of a subtraction."""
+    latent = LatentConfig(rank, query_rank, nope, 2 * half, value, interleaved,
+                          dataclasses.replace(YARN, factor=factor) if factor > 1 else RopeScaling())
+    compare_with_transformers(randomised(config(latent), seed), tmp_path_factory.mktemp("random"), lengths,
+                              sum(lengths) + seed % 9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

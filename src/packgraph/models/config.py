@@ -57,7 +57,7 @@ def _illegal(config: DecoderConfig) -> list[str]:
                if getattr(config, name) <= 0]
     if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
         reasons.append(f"num_heads {config.num_heads} is no multiple of num_kv_heads {config.num_kv_heads}")
-    if config.head_dim % 2:
+    if config.head_dim % 2 and not config.latent.enabled:
         reasons.append(f"head_dim {config.head_dim} is odd; rotary embedding turns pairs of columns")
     if not 0.0 <= config.dropout < 1.0:
         reasons.append(f"dropout is {config.dropout}, must be in [0, 1)")
