@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from dispatchkit import Layer, draw_routing, run_layer
+from dispatchkit import EmulatedBuffers, Layer, draw_routing, run_layer
 from distkit import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +13,11 @@ from packgraph.graphs.graphed import graph
 from packgraph.moe.dispatch import LocalDispatcher, Routing
 from packgraph.moe.dispatch_host_splits import HostSplitsDispatcher
 from packgraph.moe.dispatch_padded import PaddedDispatcher
+from packgraph.moe.dispatch_symmetric import SymmetricDispatcher
 from packgraph.moe.dispatchers import make_dispatcher
 from packgraph.moe.rows import plan_rows
 from packgraph.moe.segments import before, count_rows, place_segments
+from packgraph.moe.symmetric_buffers import SymmetricBuffers, chunked, symmetric_problem
 from packgraph.parallel.mesh import Layout
 
 EXPERTS = 8
@@ -68,13 +70,18 @@ def slice_experts(layer):
     return layer
 
 
+def symmetric(group, pairs, factor):
+    return SymmetricDispatcher(EXPERTS, group, factor, EmulatedBuffers(group, int(pairs * factor) + 8))
+
+
 def every_case(mesh):
     found = {}
     group, ranks = mesh.group("ep"), mesh.size("ep")
     for number, (case, (tokens, places, padding, busy)) in enumerate(CASES.items()):
         given_ = draw_routing(100 * number + mesh.rank, tokens, places, EXPERTS, padding=padding, busy=busy)
         for name, dispatcher in (("host_splits", HostSplitsDispatcher(EXPERTS, group)),
-                                 ("padded", PaddedDispatcher(EXPERTS, group, ranks))):
+                                 ("padded", PaddedDispatcher(EXPERTS, group, ranks)),
+                                 ("symmetric", symmetric(group, tokens * places, ranks))):
             layer = slice_experts(Layer(dispatcher, EXPERTS))
             found[case, name] = run_layer(layer, *given_)
             plan = dispatcher.preprocess(Routing(*given_[1:]))
@@ -92,7 +99,7 @@ def test_dispatchers_equal_one_process(ranks):
         expected = alone([100 * number + rank for rank in range(ranks)], case)
         for rank, found in enumerate(results):
             part = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
-            for name in ("host_splits", "padded"):
+            for name in ("host_splits", "padded", "symmetric"):
                 for what, value in found[case, name].items():
                     if what in ("out", "x", "weights"):
                         assert torch.equal(value, expected[rank][what]), (case, name, what, rank)
@@ -116,9 +123,9 @@ def overflows(mesh):
         plan = dispatcher.preprocess(Routing(experts, weights))
         verdicts.append((int(dispatcher.overflow(plan)), int(plan.needed)))
         found.append(run_layer(layer, x, experts, weights))
-        most = torch.stack([plan.needed])
+        most = torch.stack([dispatcher.demand(plan)])
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
-        dispatcher = dispatcher.grown(int(most), 32)
+        dispatcher = dispatcher.with_factor(max(dispatcher.factor, int(most) / 1000))
     return verdicts, found, dispatcher.factor
 
 
@@ -133,6 +140,68 @@ def test_an_overflow_is_seen_where_it_happens_and_leaves_no_garbage():
     assert torch.equal(dropped["out"][:16], of_busy[1]["out"][:16]) and of_busy[1]["out"][16:].all()
     for result in (*of_calm, *of_busy):
         assert all(value.isfinite().all() for value in result.values())
+
+
+def shared_overflow(mesh):
+    """Both ranks send all tokens to the experts of rank 0, which has room for 40 of 64 rows; then there is room."""
+    group = mesh.group("ep")
+    dispatcher = SymmetricDispatcher(4, group, 1.25, EmulatedBuffers(group, 64))
+    experts = (torch.arange(32)[:, None] % 2).int()
+    x, weights = torch.ones(32, 6, dtype=torch.float64), torch.ones(32, 1)
+    layer = slice_experts(Layer(dispatcher, 4))
+    found, verdicts = [], []
+    for _ in range(2):
+        layer.dispatcher = dispatcher
+        plan = dispatcher.preprocess(Routing(experts, weights))
+        verdicts.append((int(dispatcher.overflow(plan)), int(plan.needed), int(dispatcher.demand(plan))))
+        found.append(run_layer(layer, x, experts, weights))
+        dispatcher = dispatcher.with_factor(2.0)
+    return verdicts, found
+
+
+@pytest.mark.dist
+def test_an_overflow_of_a_rank_is_seen_by_all_that_share_its_experts():
+    (first, of_first), (second, of_second) = run_ranks(shared_overflow, 2, layout=Layout(ep=2))
+    assert first == second == [(24, 64, 2000), (0, 64, 0)]
+    assert torch.equal(of_first[0]["out"], of_first[1]["out"]), "the first rank's rows have room"
+    kept = of_second[0]["out"].any(1)
+    assert kept.nonzero().flatten().tolist() == [0, 2, 4, 6, 8, 10, 12, 14], "the last by expert have none"
+    assert torch.equal(of_second[0]["out"][kept], of_second[1]["out"][kept]) and of_second[1]["out"].all()
+    for result in (*of_first, *of_second):
+        assert all(value.isfinite().all() for value in result.values())
+
+
+def refuse_buffers(mesh):
+    group, pairs = mesh.group("ep"), 40
+    dispatcher = SymmetricDispatcher(EXPERTS, group, 2.0, EmulatedBuffers(group, 40))
+    x, experts, weights = draw_routing(0, 20, 2, EXPERTS)
+    with pytest.raises(ValueError, match=f"{pairs} routed pairs need symmetric buffers of 80 rows, but these have 40"):
+        dispatcher.preprocess(Routing(experts, weights))
+    dispatcher = symmetric(group, pairs, 2.0)
+    with pytest.raises(ValueError, match=r"rows torch\.float32 of width 6 do not go through"):
+        dispatcher.dispatch(x.float(), Routing(experts, weights), dispatcher.preprocess(Routing(experts, weights)))
+    with pytest.raises(RuntimeError, match="memory of GPUs, not of cpu; choose the padded dispatcher"):
+        SymmetricBuffers(group, 8, 6, torch.float32, torch.device("cpu"))
+    return True
+
+
+@pytest.mark.dist
+def test_symmetric_buffers_are_refused_where_they_cannot_be():
+    assert all(run_ranks(refuse_buffers, 2, layout=Layout(ep=2)))
+    assert "2 to 8 ranks of one host, not 16" in symmetric_problem(torch.device("cuda"), 16)
+    with pytest.raises(ValueError, match="needs the buffers that its layers share"):
+        make_dispatcher("symmetric", EXPERTS, None, 1.0)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(2, 32), st.integers(0, 5))
+@settings(deadline=None)
+def test_chunks_cover_what_goes_to_each_rank(counts, chunks, guard):
+    counts = torch.tensor(counts)
+    starts = guard + before(counts)
+    sizes, offsets = chunked(counts, starts, chunks, guard).view(2, chunks, len(counts))
+    assert sizes[0].eq(guard).all() and not offsets[0].any()
+    assert torch.equal(sizes[1:].sum(0), counts)
+    assert torch.equal(offsets[1:], starts + before(sizes[1:].t()).t())
 
 
 class Routed(nn.Module):
@@ -150,9 +219,13 @@ class Routed(nn.Module):
         return x + self.layer(x, experts, torch.where(live[:, None], scores, 0).float())
 
 
-def replayed(mesh):
-    eager = Routed(PaddedDispatcher(EXPERTS, mesh.group("ep"), 1.25))
-    graphed = graph(Routed(PaddedDispatcher(EXPERTS, mesh.group("ep"), 1.25)), warmup=0)
+def replayed(mesh, name):
+    def make():
+        if name == "symmetric":
+            return symmetric(mesh.group("ep"), 40, 1.25)
+        return PaddedDispatcher(EXPERTS, mesh.group("ep"), 1.25)
+
+    eager, graphed = Routed(make()), graph(Routed(make()), warmup=0)
     traces = []
     for module in (eager, graphed):
         draw = torch.Generator().manual_seed(mesh.rank)
@@ -169,8 +242,9 @@ def replayed(mesh):
 
 
 @pytest.mark.dist
-def test_replays_equal_eager_in_every_bit_while_the_routing_changes():
-    for (eager, graphed), replays in run_ranks(replayed, 2, layout=Layout(ep=2)):
+@pytest.mark.parametrize("name", ["padded", "symmetric"])
+def test_replays_equal_eager_in_every_bit_while_the_routing_changes(name):
+    for (eager, graphed), replays in run_ranks(replayed, 2, name, layout=Layout(ep=2)):
         assert replays == 5
         for ours, theirs in zip(graphed, eager, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -207,7 +281,7 @@ def test_dispatchers_have_names():
     kinds = {"local": LocalDispatcher, "host_splits": HostSplitsDispatcher, "padded": PaddedDispatcher}
     for name, kind in kinds.items():
         assert type(make_dispatcher(name, EXPERTS, None, 2.0)) is kind
-    with pytest.raises(ValueError, match="no dispatcher 'alltoall'; there are local, host_splits, padded"):
+    with pytest.raises(ValueError, match="no dispatcher 'alltoall'; there are local, host_splits, padded, symmetric"):
         make_dispatcher("alltoall", EXPERTS, None, 2.0)
 
 

@@ -78,6 +78,9 @@ class HostSplitsDispatcher:
         """Rows that were needed and not there: int64 [], always 0 here."""
         return torch.zeros_like(plan.departures.needed)
 
+    def demand(self, plan: HostSplitsPlan) -> None:
+        """Nothing can be lacking."""
+
     def _exchange(self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int]) -> list[Tensor]:
         """Exchange tensors [rows, width]. Where there is no row, one of zeros stands for none: kernels need one."""
         given = [tensor if sum(send) else tensor[:0] for tensor in tensors]

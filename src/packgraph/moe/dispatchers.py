@@ -6,23 +6,32 @@ import torch.distributed as dist
 from packgraph.moe.dispatch import Dispatcher, LocalDispatcher
 from packgraph.moe.dispatch_host_splits import HostSplitsDispatcher
 from packgraph.moe.dispatch_padded import PaddedDispatcher
+from packgraph.moe.dispatch_symmetric import SymmetricDispatcher
+from packgraph.moe.symmetric_buffers import Buffers
 
-DispatcherName = Literal["local", "host_splits", "padded"]
+DispatcherName = Literal["local", "host_splits", "padded", "symmetric"]
 
 
-def make_dispatcher(name: str, num_experts: int, group: dist.ProcessGroup | None, factor: float) -> Dispatcher:
+def make_dispatcher(name: str, num_experts: int, group: dist.ProcessGroup | None, factor: float,
+                    buffers: Buffers | None = None) -> Dispatcher:
     """A dispatcher for one layer. group: the ranks that share its experts, None = this process has all.
 
-    factor: room for rows over the balanced load, where a dispatcher has a budget. Raises ValueError for an unknown
-    name, for experts that the ranks cannot share equally, for a factor below 1, and for `local` with several ranks.
+    factor: room for rows over the balanced load, where a dispatcher has a budget. buffers: for `symmetric`, shared by
+    all layers. Raises ValueError for an unknown name, for experts that the ranks cannot share equally, for a factor
+    below 1, for `local` with several ranks, and for `symmetric` without buffers.
     """
     if name == "local":
         if group is not None:
             raise ValueError(f"the local dispatcher sends nothing, but {dist.get_world_size(group)} ranks share the "
-                             "experts: choose host_splits or padded")
+                             "experts: choose another")
         return LocalDispatcher(num_experts)
     if name == "host_splits":
         return HostSplitsDispatcher(num_experts, group)
     if name == "padded":
         return PaddedDispatcher(num_experts, group, factor)
+    if name == "symmetric":
+        if buffers is None:
+            raise ValueError("the symmetric dispatcher needs the buffers that its layers share: make "
+                             "SymmetricBuffers before the layers")
+        return SymmetricDispatcher(num_experts, group, factor, buffers)
     raise ValueError(f"there is no dispatcher {name!r}; there are {', '.join(get_args(DispatcherName))}")

@@ -1,0 +1,145 @@
+"""Run by torchrun: dispatchers over NCCL and NVSHMEM against each other, eagerly and through CUDA graphs.
+
+    PYTHONPATH=src:tests torchrun --nproc-per-node 4 tests/gpu/moe_ranks.py
+
+Every rank sends the same rows by an all-to-all of exact splits, padded, and over symmetric memory: outputs and
+gradients must be equal bit for bit, at every one of several routings, eagerly and by replay of one graph. Prints one
+JSON line per rank with microseconds of a forward pass (replayed where that is possible) and of NCCL's all-to-all.
+"""
+import argparse
+import json
+
+import torch
+import torch.distributed as dist
+
+from packgraph.moe.dispatch import Routing
+from packgraph.moe.dispatchers import make_dispatcher
+from packgraph.moe.symmetric_buffers import SymmetricBuffers
+from packgraph.parallel.mesh import Layout
+from packgraph.parallel.processes import Launch, processes
+
+HIDDEN, EXPERTS = 2048, 64
+
+
+def draw(seed, tokens, places, device, busy=EXPERTS):
+    """Hidden states, experts, weights and a gradient; a part of the tokens is padding."""
+    generator = torch.Generator(device).manual_seed(seed)
+    skew = torch.rand(EXPERTS, generator=generator, device=device).square()
+    skew[busy:] = -1
+    scores = torch.rand(tokens, EXPERTS, generator=generator, device=device) * skew
+    experts = scores.topk(places).indices.int()
+    weights = torch.rand(tokens, places, generator=generator, device=device)
+    experts[tokens - tokens // 8 :], weights[tokens - tokens // 8 :] = -1, 0
+    x, grad = (torch.randn(tokens, HIDDEN, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return x, experts, weights, grad
+
+
+def there(dispatcher, x, experts, weights):
+    """What the tokens get back of experts that only multiply by the weight: no product's rounding is in it."""
+    routing = Routing(experts, weights)
+    plan = dispatcher.preprocess(routing)
+    rows = dispatcher.dispatch(x, routing, plan)
+    return dispatcher.combine(rows.values * rows.weights[:, None].to(x.dtype), plan), dispatcher.overflow(plan)
+
+
+def there_and_back(dispatcher, x, experts, weights, grad):
+    """Output, both gradients, overflow."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    out, overflow = there(dispatcher, x, experts, weights)
+    return [out.detach(), *torch.autograd.grad(out, (x, weights), grad), overflow]
+
+
+def captured(function, inputs):
+    """A function that copies inputs, replays and returns copies of the results."""
+    static = [tensor.clone() for tensor in inputs]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function(*static)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        results = function(*static)
+
+    def replay(*given):
+        for buffer, tensor in zip(static, given, strict=True):
+            buffer.copy_(tensor)
+        graph.replay()
+        return [result.clone() for result in results]
+
+    return graph, replay
+
+
+def microseconds(run, times=50):
+    for _ in range(5):
+        run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    dist.barrier()
+    events[0].record()
+    for _ in range(times):
+        run()
+    events[1].record()
+    torch.cuda.synchronize()
+    return round(1000 * events[0].elapsed_time(events[1]) / times, 1)
+
+
+def check(mesh, device, options):
+    group, ranks, pairs = mesh.group("ep"), mesh.size("ep"), options.tokens * options.places
+    factor = min(3.0, float(ranks))
+    dispatchers = {"host_splits": make_dispatcher("host_splits", EXPERTS, group, factor),
+                   "padded": make_dispatcher("padded", EXPERTS, group, float(ranks))}
+    if options.symmetric:
+        buffers = SymmetricBuffers(group, int(pairs * factor) + 8, HIDDEN, torch.bfloat16, device)
+        dispatchers["symmetric"] = make_dispatcher("symmetric", EXPERTS, group, factor, buffers)
+    first = draw(mesh.rank, options.tokens, options.places, device)
+    graphs = {name: captured(lambda *given, d=dispatcher: there_and_back(d, *given), first)
+              for name, dispatcher in dispatchers.items() if not dispatcher.why_not}
+    wrong, overflows = [], []
+    for step in range(options.steps):
+        given = draw(1000 * step + mesh.rank, options.tokens, options.places, device,
+                     busy=EXPERTS if step % 4 else EXPERTS // 2)
+        expected = there_and_back(dispatchers["host_splits"], *given)
+        for name, (_, replay) in graphs.items():
+            eager, replayed = there_and_back(dispatchers[name], *given), replay(*given)
+            overflows.append(int(eager[3]))
+            for what, a, b, c in zip(("out", "x", "weights", "overflow"), expected, eager, replayed, strict=True):
+                # The sum over a row's columns, of which the weights' gradient is made, may depend on the rows.
+                same = torch.allclose(a, b, rtol=1e-2, atol=1e-2) if what == "weights" else torch.equal(a, b)
+                wrong += [f"step {step}: {name} {what}"] * (not overflows[-1] and not same)
+                wrong += [f"step {step}: {name} {what} in a replay"] * (not torch.equal(b, c))
+    x, experts, weights, _ = first
+    times = {}
+    for name, dispatcher in dispatchers.items():
+        with torch.no_grad():
+            run = lambda d=dispatcher: there(d, x, experts, weights)  # noqa: E731
+            times[name] = microseconds(run)
+            if not dispatcher.why_not:
+                graph, _ = captured(run, [])
+                times[f"{name}, replayed"] = microseconds(graph.replay)
+    block = torch.empty(pairs // ranks * ranks, HIDDEN, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(block)
+    times["two equal all-to-alls of NCCL"] = 2 * microseconds(lambda: dist.all_to_all_single(out, block, group=group))
+    print(json.dumps({"rank": mesh.rank, "ranks": ranks, "tokens": options.tokens, "places": options.places,
+                      "hidden": HIDDEN, "wrong": wrong[:8], "overflows": sum(map(bool, overflows)),
+                      "microseconds": times}), flush=True)
+    del graphs
+    assert not wrong, "dispatchers or replays differ"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--places", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--no-symmetric", dest="symmetric", action="store_false")
+    options = parser.parse_args()
+    launch = Launch.read()
+    device = torch.device("cuda", launch.local_rank)
+    with processes(Layout(ep=launch.world), device, launch) as mesh:
+        check(mesh, device, options)
+
+
+if __name__ == "__main__":
+    main()
