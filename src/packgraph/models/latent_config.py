@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 class RopeScaling:
     """Rotary positions stretched to longer documents than a model was trained on first (YaRN); factor 1 = they are not.
 
-    factor: how many times as long. original_positions: tokens of the documents of the first training. beta_fast,
-    beta_slow: columns that turn more than beta_fast times in original_positions stay as they are, those that turn
-    less than beta_slow times are slowed down by factor, those between by a part of it. mscale, mscale_all_dim: of the
-    growth of scores with the logarithm of factor: cosines and sines are multiplied by the ratio of both growths, scores
-    by the square of mscale_all_dim's; 0 = not given.
+    factor: how many times as long. original_positions: tokens of the longest documents of the first training.
+    beta_fast: columns that turn at least so many times within these stay as they are. beta_slow: columns that turn at
+    most so many times within these are slowed down by the factor, those between by a part of it. mscale: growth of
+    cosines and sines with the factor's logarithm, if the next one is given, too; 0 = not given. mscale_all_dim: growth
+    of scores with the factor's logarithm, by which cosines and sines are divided; 0 = not given.
     Raises ValueError that names every illegal value at once. Source: YaRN, arXiv 2309.00071; DeepSeek-V2, arXiv
     2405.04434, section 3.1.4.
     """
@@ -61,9 +61,9 @@ class LatentConfig:
     """Keys and values made of one small latent vector per token; kv_rank 0 = none, grouped-query attention instead.
 
     kv_rank: columns of the latent. query_rank: columns that queries are made of, 0 = made of the hidden state itself.
-    nope_dim, rope_dim: columns of a head's queries and keys without and with rotary positions; the keys' rotary columns
-    are one for all heads. value_dim: columns of a head's values. interleaved: rotary positions turn columns 2i and
-    2i + 1, not i and i + rope_dim / 2. scaling: of rotary positions.
+    nope_dim: columns of a head's queries and keys without rotary positions. rope_dim: columns of them with rotary
+    positions; the keys' are one for all heads. value_dim: columns of a head's values. interleaved: rotary positions
+    turn columns 2i and 2i + 1, not i and i + rope_dim / 2. scaling: of rotary positions.
     Raises ValueError that names every illegal value at once. Source: DeepSeek-V2, arXiv 2405.04434.
     """
 

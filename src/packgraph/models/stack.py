@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.moe import Gate
+from packgraph.models.layers.moe import Gate, MoEBlock
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
 from packgraph.models.sizes import head_sizes, rotary_width
@@ -126,6 +126,8 @@ class DecoderStack(nn.Module):
                     module.weight.fill_(1.0)
                 elif isinstance(module, Gate):
                     module.reset_balance()
+                elif isinstance(module, MoEBlock):
+                    module.demand.zero_()
                 elif isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
 

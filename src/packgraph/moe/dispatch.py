@@ -58,6 +58,8 @@ class Dispatcher(Protocol):
 
     def overflow(self, plan: Any) -> Tensor: ...
 
+    def demand(self, plan: Any) -> Tensor | None: ...
+
 
 class LocalDispatcher:
     """All experts are on this rank: T * k rows always suffice."""
@@ -85,3 +87,6 @@ class LocalDispatcher:
     def overflow(self, plan: RowPlan) -> Tensor:
         """Rows that were needed and not there: int64 [], always 0 here."""
         return torch.zeros_like(plan.needed)
+
+    def demand(self, plan: RowPlan) -> None:
+        """Nothing can be lacking."""

@@ -40,7 +40,7 @@ class PaddedDispatcher:
     """An all-to-all of C places per pair of ranks. group: the ranks that share the experts; None = this process.
 
     factor: C over the balanced load T * k / ranks; `ranks` always suffices. For more room put another dispatcher in its
-    place (`grown`): graphs notice that, and are captured anew with the new shapes.
+    place (`with_factor`): graphs notice that, and are captured anew with the new shapes.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None, factor: float) -> None:
@@ -59,12 +59,8 @@ class PaddedDispatcher:
         """C, the places for rows from one rank to another, for T * k = `pairs` routed pairs."""
         return _rounded(min(math.ceil(pairs * self.factor / self._sharing.ranks), pairs))
 
-    def grown(self, needed: int, pairs: int) -> "PaddedDispatcher":
-        """A dispatcher in which `needed` rows per pair of ranks have room; never less room than here.
-
-        All ranks of the group must take the same, so `needed` is the most that any of them had.
-        """
-        factor = max(self.factor, _rounded(needed) * self._sharing.ranks / pairs)
+    def with_factor(self, factor: float) -> "PaddedDispatcher":
+        """The same with another factor. All ranks of the group must take the same."""
         return PaddedDispatcher(self.num_experts, self._group, factor)
 
     def preprocess(self, routing: Routing) -> PaddedPlan:
@@ -92,6 +88,12 @@ class PaddedDispatcher:
     def overflow(self, plan: PaddedPlan) -> Tensor:
         """How many rows more than C this rank has for some rank: int64 [], 0 = every routed pair has its row."""
         return (plan.needed - plan.departures.pair_of_row.numel() // self._sharing.ranks).clamp(min=0)
+
+    def demand(self, plan: PaddedPlan) -> Tensor:
+        """Where rows were lacking the factor that would have sufficed, in thousandths, rounded up; else 0: int64 []."""
+        pairs = plan.departures.row_of_pair.numel()
+        wanted = (plan.needed * (1000 * self._sharing.ranks) + pairs - 1) // pairs
+        return torch.where(self.overflow(plan) > 0, wanted, 0)
 
 
 def _depart(experts: Tensor, ordered: RowPlan, ranks: int, room: int) -> tuple[RowPlan, Tensor, Tensor]:

@@ -19,6 +19,7 @@ from packgraph.train.executor import Executor
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
+from packgraph.train.overflow import Overflow
 from packgraph.train.stage_executor import StageExecutor
 from packgraph.train.step_executor import StepExecutor
 from packgraph.train.weights import load_weights
@@ -48,6 +49,8 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     optimizer = Optimizer(model.named_parameters(), config.optimizer, mesh)
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp"))
+        if config.parallel.dispatcher_name == "padded":
+            optimizer.overflow = Overflow(model.chunks, mesh.everyone(), optimizer.learning_rate.device)
     return optimizer
 
 

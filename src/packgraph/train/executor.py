@@ -112,6 +112,12 @@ class Executor:
         self._measure()
         return True
 
+    def rebuild(self) -> None:
+        """Capture all graphs anew, where there are any: shapes in the model have changed. Nothing may be in flight."""
+        if self._warm:
+            self.free_graphs(None)
+            self.before_step(self._options.warmup)
+
     def _within_budget(self, arguments: Arguments, slots: Sequence[int]) -> Sequence[Capacity]:
         """Predict what graphs will take; the capacities to capture, largest first."""
         agree = agreement(self.everyone, self._device)

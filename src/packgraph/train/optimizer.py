@@ -17,6 +17,7 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ties import tie_groups
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.options import OptimizerConfig
+from packgraph.train.overflow import Overflow
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 
@@ -30,6 +31,7 @@ class Optimizer:
     """
 
     balance: ExpertBalance | None = None  # moves the routers' biases, as a part of every update
+    overflow: Overflow | None = None  # says on the device when an update must change nothing
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig,
                  mesh: Mesh | None = None) -> None:
@@ -80,12 +82,14 @@ class Optimizer:
             scale = (self._clip_norm / (norm + TINY)).clamp(max=1.0)
             torch._foreach_mul_([_gradient(master) for master in self._masters], scale)
         self._steps.copy_(self._steps[:1].clone().expand_as(self._steps))  # a resumed run has loaded the first only
+        blocked = self.overflow.agree() if self.overflow is not None else None
+        self._adam.found_inf = blocked  # type: ignore[attr-defined]
         self._adam.step()
         if narrow:
             torch._foreach_copy_([span.own_parameters for span, _ in narrow], [master for _, master in narrow])
         self.flat.gather()
         if self.balance is not None:
-            self.balance.update()
+            self.balance.update(None if blocked is None else blocked > 0)
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:

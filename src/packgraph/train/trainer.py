@@ -42,6 +42,7 @@ from packgraph.train.metrics import LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
+from packgraph.train.repeat import Repeats
 from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.signals import StopRequest
@@ -92,6 +93,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
         self.executor.everyone = self.mesh.everyone()
+        self._repeats = Repeats(self.executor, self.optimizer, device)
         self.step = 0
         self._resumed_at = 0
         self._fetch = LateFetch(device)
@@ -228,7 +230,7 @@ class Trainer:
         timed = self.executor.tune(batches, self.view.note)
         share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"], self.mesh.size("ep"))
         learning_rate = self._learning_rate()
-        loss, norm = self.executor.train_step(share, count_loss_tokens(batches), self.optimizer, learning_rate)
+        loss, norm = self._repeats.launch(share, count_loss_tokens(batches), learning_rate)
         started, self._last_end = self._last_end, time.perf_counter()
         graphs = self._graphs()
         self.step += 1
@@ -238,19 +240,20 @@ class Trainer:
             replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
             starting=captured or timed or self.step == self._resumed_at + 1)
         self._packs_since += len(batches)
-        self._fetch.push(record, self._numbers(loss, norm, stop))
+        self._fetch.push(record, self._numbers(loss, norm, self._repeats.blocked(loss), bool(stop)))
         return True
 
-    def _numbers(self, loss: Tensor, norm: Tensor, stop: StopRequest) -> Tensor:
-        """What is to be known of a step, float32 [3] on the device: loss, norm, how many processes want to stop."""
+    def _numbers(self, loss: Tensor, norm: Tensor, blocked: Tensor, stop: bool) -> Tensor:
+        """What is to be known of a step, float32 [4] on the device: loss, norm, how many processes want to stop, and
+        whether the step changed nothing because experts lacked room."""
         if self.mesh.world == 1:
-            return torch.stack([loss, norm, torch.zeros_like(loss)])
-        wish = torch.full_like(loss, float(bool(stop)))
+            return torch.stack([loss, norm, torch.zeros_like(loss), blocked])
+        wish = torch.full_like(loss, float(stop))
         # All ranks of a replica know its loss: one of them tells it.
         tells = self.mesh.place["tp"] == 0 and self.mesh.place["pp"] == 0
         totals = torch.stack([loss if tells else torch.zeros_like(loss), wish])
         dist.all_reduce(totals)
-        return torch.stack([totals[0], norm, totals[1]])
+        return torch.stack([totals[0], norm, totals[1], blocked])
 
     def _learning_rate(self) -> float:
         options = self.config.optimizer
@@ -261,8 +264,12 @@ class Trainer:
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
         """Read the numbers of launched steps until `leave` of them are left on the device; write and show them."""
         while len(self._fetch) > leave:
-            record, (loss, norm, stopping) = self._fetch.pop()
+            record, (loss, norm, stopping, blocked) = self._fetch.pop()
             self._others_stopped = self._others_stopped or stopping > 0
+            if blocked:
+                self._again(record)
+                continue
+            self._repeats.confirm()
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NonFiniteLossError(self._not_finite(record.step, f"loss {loss}, gradient norm {norm}"))
             row = {"step": record.step, "loss": loss, "gradient_norm": norm, "learning_rate": record.learning_rate,
@@ -271,6 +278,14 @@ class Trainer:
                    "starting": record.starting}
             log.write(row)
             self.view.show(row)
+
+    def _again(self, record: StepRecord) -> None:
+        """Make the step of `record` and what was launched after it again, with more room."""
+        records = [record, *(self._fetch.pop()[0] for _ in range(len(self._fetch)))]
+        told, made = self._repeats.again()
+        self.view.note(f"step {record.step} is made again: {told}")
+        for again, (loss, norm, blocked) in zip(records, made, strict=True):
+            self._fetch.push(replace(again, starting=True), self._numbers(loss, norm, blocked, self._others_stopped))
 
     def _save(self, log: MetricsLog | RowsOnly) -> None:
         """Checkpoint the current step once, after all its numbers and all weights were found finite."""

@@ -73,8 +73,11 @@ class Gate(nn.Module):
 class MoEBlock(nn.Module):
     """Router, experts and shared experts of one layer. dispatcher: how tokens get to the experts; local at first.
 
-    Stages that wait for the host with this dispatcher are named, with the reason, in `dispatcher.why_not`.
+    Stages that wait for the host with this dispatcher are named, with the reason, in `dispatcher.why_not`. demand:
+    int64 [], 0 or the most room that a dispatch would have needed and had not (see `PaddedDispatcher.demand`).
     """
+
+    demand: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -84,6 +87,7 @@ class MoEBlock(nn.Module):
         width = config.experts.shared * config.experts.intermediate_size
         self.shared_experts = GatedMLP(config.hidden_size, width, config.merge_projections) if width else None
         self.dispatcher: Dispatcher = LocalDispatcher(config.experts.count)
+        self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def run_router(self, state: State, x: Tensor) -> State:
         """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden, counts the load."""
@@ -120,8 +124,13 @@ class MoEBlock(nn.Module):
         return torch.stack(parts).sum() if parts else None
 
     def run_preprocess(self, state: State) -> State:
-        """Adds moe_plan."""
-        return {**state, "moe_plan": self.dispatcher.preprocess(state["moe_routing"])}
+        """Adds moe_plan. Where rows are lacking, what would have sufficed stays in `demand`."""
+        plan = self.dispatcher.preprocess(state["moe_routing"])
+        demand = self.dispatcher.demand(plan)
+        if demand is not None:
+            with torch.no_grad():
+                self.demand.copy_(torch.maximum(self.demand, demand))
+        return {**state, "moe_plan": plan}
 
     def run_dispatch(self, state: State) -> State:
         """Adds moe_rows."""

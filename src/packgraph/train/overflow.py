@@ -1,0 +1,64 @@
+"""When a budget of experts did not suffice: a verdict that all ranks share, and more room.
+
+    forwards      a dispatch that lacks rows notes what it would have needed       on the device
+    update        any rank lacks something -> no rank changes anything             one reduction, no wait
+    a step later  the host reads `blocked` with the loss, makes room, and repeats the steps that changed nothing
+
+The verdict stays until `make_room`, so a step that was launched before the host knew changes nothing, either. What a
+step reads and writes besides parameters (gradients, loads of experts, optimizer state) begins anew or is left alone by
+a blocked update; random states are the trainer's to put back (`train/repeat.py`).
+"""
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from packgraph.models.layers.moe import MoEBlock, moe_blocks
+from packgraph.moe.dispatch_padded import PaddedDispatcher
+
+SPARE = 1.1  # room over what was needed: routing goes on to move
+
+
+class Overflow:
+    """The budgets of this rank's chunks. group: all ranks of the run, None = this process alone.
+
+    blocked: float32 [], 1.0 while something did not fit; a fused optimizer takes it as `found_inf`.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._blocks = [block for block in moe_blocks(chunks) if isinstance(block.dispatcher, PaddedDispatcher)]
+        self._group = group
+        self.blocked = torch.zeros((), dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def agree(self) -> Tensor:
+        """`blocked`, after all ranks have said what they lack. Collective; no host sync."""
+        demands = [block.demand for block in self._blocks]
+        if demands:
+            lacks = torch.stack(demands).amax() > 0
+            self.blocked.copy_(torch.maximum(self.blocked, lacks.to(self.blocked.dtype)))
+        if self._group is not None:
+            dist.all_reduce(self.blocked, dist.ReduceOp.MAX, group=self._group)
+        return self.blocked
+
+    @torch.no_grad()
+    def make_room(self) -> str:
+        """Give every layer the room that the largest demand needs, and lift the verdict. Collective; waits for the
+        device. Returns what was done, for a person."""
+        largest = torch.zeros((), dtype=torch.int64, device=self.blocked.device)
+        for block in self._blocks:
+            torch.maximum(largest, block.demand, out=largest)
+            block.demand.zero_()
+        if self._group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        self.blocked.zero_()
+        needed = int(largest) / 1000
+        for block in self._blocks:
+            block.dispatcher = _grown(block, needed * SPARE)
+        return f"a rank needed {needed:.2f} times the room of a balanced load; now there is {needed * SPARE:.2f} times"
+
+
+def _grown(block: MoEBlock, factor: float) -> PaddedDispatcher:
+    assert isinstance(block.dispatcher, PaddedDispatcher)
+    return block.dispatcher.with_factor(max(factor, block.dispatcher.factor))
