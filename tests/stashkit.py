@@ -23,7 +23,7 @@ class Experts(nn.Module):
 
     def forward(self, values, weights, offsets):
         gate, up = functional.grouped_mm(values, self.up, offs=offsets).chunk(2, -1)
-        activation = functional.silu(gate) * up * weights[:, None]
+        activation = functional.silu(gate) * up * weights.to(up.dtype)[:, None]
         return functional.grouped_mm(activation, self.down, offs=offsets)
 
 
@@ -72,9 +72,9 @@ def products_of_columns(x, y, offsets):
 
 
 class ExpertToy(nn.Module):
-    """Layers of attention and experts; inputs and outputs as graphkit's Toy, the last `padding` tokens unrouted.
+    """Layers of attention and experts; inputs and outputs as graphkit's Toy.
 
-    How many: the first id of the microbatch, so that the live rows change from call to call.
+    Its last tokens are routed nowhere: as many as half of its first id, so that live rows change from call to call.
     """
 
     def __init__(self, stash=None, layers=2, by_hand=False):
@@ -122,13 +122,14 @@ class ExpertToy(nn.Module):
 
     def moe_experts(self, state, layer):
         rows, experts = state["rows"], self.experts[layer]
+        values = rows.values.to(experts.up.dtype)
         if self.stash is None:
-            made = experts(rows.values, rows.weights, rows.offsets)
+            made = experts(values, rows.weights, rows.offsets)
         elif self.by_hand:
-            made = StashedExperts.apply(rows.values, rows.weights, rows.offsets, experts.up, experts.down, self.stash)
+            made = StashedExperts.apply(values, rows.weights, rows.offsets, experts.up, experts.down, self.stash)
         else:
-            with self.stash.saving(rows.offsets, rows.values.shape[0]):
-                made = experts(rows.values, rows.weights, rows.offsets)
+            with self.stash.saving(rows.offsets, values.shape[0]):
+                made = experts(values, rows.weights, rows.offsets)
         return {**state, "made": made}
 
     def moe_combine(self, state, layer):
@@ -149,8 +150,7 @@ def make_expert_toy(stash=None, **options):
 def poison_pages(stash):
     """NaN in every page that nobody holds, and in the trash rows. Reads the device."""
     state, pages, rows = stash.pages.state, stash.pages.pages, stash.page_rows
-    header, free = free_pages(state.tolist(), pages, stash.pages.host_pages)
-    del header
+    free = free_pages(state.tolist(), pages, stash.pages.host_pages)
     for tier, start in ((stash.buffers, 0), (stash.hosts, pages)):
         for memory in (memory for memories in tier.values() for memory in memories):
             memory.data[-1] = float("nan")
@@ -160,10 +160,10 @@ def poison_pages(stash):
 
 
 def free_pages(state, pages, host_pages):
-    """Header, and the pages that are free, of a state as a list of numbers."""
+    """The pages that are free, by a state as a list of numbers."""
     from packgraph.moe.stash_pages import HEAD, HEADER, HOST_HEAD, HOST_TAIL, TAIL
 
     ring, host_ring = state[HEADER : HEADER + pages], state[HEADER + pages : HEADER + pages + host_pages]
     free = [ring[i % pages] for i in range(state[HEAD], state[TAIL])] if pages else []
     free += [host_ring[i % host_pages] for i in range(state[HOST_HEAD], state[HOST_TAIL])] if host_pages else []
-    return state[:HEADER], free
+    return free

@@ -4,13 +4,15 @@ import torch
 from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stashkit import BY_HAND, COLUMNS, INNER, Experts, free_pages, make_expert_toy, poison_pages
+from stashkit import COLUMNS, INNER, Experts, free_pages, make_expert_toy, poison_pages
 from torch import nn
 
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.recorder import RecorderBackend
+from packgraph.graphs.step import GraphedStep
 from packgraph.moe.stash import Stash
 from packgraph.moe.stash_ops import put, reserve, take
-from packgraph.moe.stash_pages import DEMAND, HEADER, OVERFLOW, Pages
+from packgraph.moe.stash_pages import DEMAND, HEAD, HEADER, NEED_HI, OVERFLOW, Pages, naive_reserve
 from packgraph.plan.schedule import make_schedule
 
 PAGE, ROWS, PLENTY = 4, 30, 400
@@ -46,7 +48,7 @@ actions = st.lists(st.one_of(st.tuples(st.just("reserve"), st.integers(0, ROWS))
                              st.tuples(st.just("clear"), st.just(0))), max_size=40)
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(actions, st.integers(1, 20), st.integers(0, 6))
 def test_pages_equal_the_oracle_and_none_is_lost(actions, pages, host_pages):
     pool, oracle, out = Pages(pages, host_pages, CPU), Oracle(pages, host_pages), []
@@ -72,9 +74,9 @@ def test_pages_equal_the_oracle_and_none_is_lost(actions, pages, host_pages):
             pool.clear()
             oracle.overflow, oracle.need_hi = False, 0
         state = pool.state.tolist()
-        _, free = free_pages(state, pages, host_pages)
+        free = free_pages(state, pages, host_pages)
         assert sorted(free + [page for entry in out for page in entry[4] or ()]) == list(range(pages + host_pages))
-        assert [bool(state[OVERFLOW]), state[DEMAND], int(pool.state[1])] \
+        assert [bool(state[OVERFLOW]), state[DEMAND], state[NEED_HI]] \
             == [oracle.overflow, oracle.demand, oracle.need_hi]
     pool.reset()
     assert pool.state[HEADER:-1].tolist() == list(range(pages + host_pages))
@@ -103,7 +105,7 @@ def stashed(**options):
 
 
 def checked(trace, stash):
-    assert not stash.verdict().item() and stash.in_use().item() == 0 and stash.need_hi().item() >= 4
+    assert not stash.verdict().item() and stash.in_use().item() == 0 and stash.need_hi().item() > 0
     return trace
 
 
@@ -129,11 +131,9 @@ def test_eager_gradients_are_the_same_bits(plain, host_pages):
     assert (stash.spilled_hi().item() > 0) == bool(host_pages)
 
 
-SCOPES = [None, ["moe_experts"], ["moe_dispatch", "moe_experts", "moe_combine"]]
-
-
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
-@pytest.mark.parametrize("scope", SCOPES, ids=str)
+@pytest.mark.parametrize(("granularity", "scope"), [
+    ("layer", None), ("chunk", None), ("layer", ["moe_experts"]),
+    ("chunk", ["moe_dispatch", "moe_experts", "moe_combine"])], ids=str)
 def test_graphs_in_any_order_are_the_same_bits(plain, granularity, scope):
     """Several microbatches in flight in slots of their own, backwards in random order, poison everywhere."""
     stash = stashed()
@@ -167,8 +167,8 @@ def in_order(schedule, models, stash, steps):
     return trace
 
 
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
-@pytest.mark.parametrize(("ranks", "chunks", "slots"), [(1, 1, 1), (3, 1, 3), (2, 2, 3)])
+@pytest.mark.parametrize(("granularity", "ranks", "chunks", "slots"), [
+    ("layer", 1, 1, 1), ("chunk", 1, 1, 1), ("layer", 3, 1, 3), ("chunk", 3, 1, 3), ("chunk", 2, 2, 3)])
 def test_orders_of_pipelines_are_the_same_bits(granularity, ranks, chunks, slots):
     """1F1B with one and three microbatches in flight, and interleaved chunks that share one stash."""
     schedule = make_schedule(ranks, chunks, 4)
@@ -180,33 +180,61 @@ def test_orders_of_pipelines_are_the_same_bits(granularity, ranks, chunks, slots
     assert max(len(model._slots.all) for model in models) >= slots
 
 
-def by_hand(identity=False):
-    stash = Stash("cpu", page_rows=16, identity=identity)
-    if not identity:
-        stash.allocate(60, columns=BY_HAND)
-    return stash, make_expert_toy(stash, by_hand=True, layers=1)
+def test_whole_steps_that_begin_with_a_reset_are_the_same_bits():
+    """One graph of three microbatches, two of them in flight at once."""
+    def run_of(model):
+        def run(*pairs):
+            if model.stash is not None:
+                model.stash.reset()
+            first, second, third = (toy_loss(model(ids, x)) for ids, x in pairs)
+            second.backward()
+            first.backward()
+            third.backward()
+            return first.detach() + second.detach() + third.detach()
+        return run
+
+    def steps(model, run):
+        torch.manual_seed(6)
+        trace = []
+        for _ in range(5):
+            loss = run(*((ids, x.detach()) for ids, x in (toy_inputs(9) for _ in range(3))))
+            trace.append({"loss": loss.clone()} | {name: p.grad.clone() for name, p in model.named_parameters()})
+            model.zero_grad()
+            if model.stash is not None:
+                poison_pages(model.stash)
+        return trace
+
+    plain, stash = make_expert_toy(), stashed()
+    model = make_expert_toy(stash)
+    step = GraphedStep([model], run_of(model), RecorderBackend(), CPU)
+    assert differences(steps(plain, run_of(plain)), checked(steps(model, step), stash)) == []
+    assert step.stats.replayed == 5
 
 
-def test_kept_and_brought_back_by_an_autograd_function():
-    (_, plain), (stash, model) = by_hand(identity=True), by_hand()
-    expected = train(plain, steps=4)
-    assert differences(expected, checked(train(model, steps=4, between=poison_all(stash)), stash)) == []
-    stash, model = by_hand()
-    found = train(graph(model, granularity="chunk", warmup=1), steps=4, between=poison_all(stash))
-    assert differences(expected, checked(found, stash)) == []
+def test_a_layer_costs_pages_and_no_memory_of_the_graphs():
+    """[R, w] tensors are transient: with every layer the graphs' pool grows by less, by what a layer would save."""
+    growth, rows = [], 2 * 120
+    for with_stash in (False, True):
+        sizes = []
+        for layers in (2, 5):
+            stash = stashed() if with_stash else None
+            graphed = graph(make_expert_toy(stash, layers=layers), granularity="chunk", warmup=0, slots=1)
+            toy_loss(graphed(*toy_inputs(120))).backward()
+            sizes.append(graphed.stats.pool_bytes)
+        growth.append((sizes[1] - sizes[0]) / 3)
+    assert growth[0] - growth[1] >= 0.9 * rows * (WIDTH + 5 * INNER) * 4
+    assert growth[1] < 0.25 * growth[0]
 
 
-def test_compiled_code_keeps_once_and_brings_back_once():
-    """A compiler may move what only the backward needs; what it must not do is to reserve twice."""
-    traces = []
-    for identity in (True, False):
-        stash, model = by_hand(identity)
-        graphed = graph(model, granularity="chunk", warmup=1, compile="aot_eager")
-        between = None if identity else poison_all(stash)
-        traces.append(train(graphed, steps=3, sizes=(10,), between=between))
-        assert graphed.stats.replayed > 3
-    assert differences(*traces) == []
-    assert stash.in_use().item() == 0 and not stash.verdict().item() and stash.need_hi().item() > 0
+def test_pages_given_out_twice_are_seen(plain, monkeypatch):
+    """Negative control: with pages that are free again at once the same comparison must fail."""
+    def forgetful(state, *sizes):
+        record = naive_reserve(state, *sizes)
+        state.data[HEAD] -= record[2]
+        return record
+
+    monkeypatch.setattr("packgraph.moe.stash_ops.naive_reserve", forgetful)
+    assert differences(plain, train(make_expert_toy(stashed()), steps=4)) != []
 
 
 def test_an_overflow_is_a_verdict_and_the_next_step_is_whole(plain):
@@ -273,7 +301,7 @@ def test_a_backward_from_before_the_reset_sets_the_verdict_and_takes_no_page():
     stash.reset()
     toy_loss(out).backward()
     assert stash.verdict().item() and stash.in_use().item() == 0
-    _, free = free_pages(stash.pages.state.tolist(), PLENTY, 0)
+    free = free_pages(stash.pages.state.tolist(), PLENTY, 0)
     assert sorted(free) == list(range(PLENTY))
 
 
@@ -305,10 +333,10 @@ def test_what_was_saved_twice_is_stashed_and_brought_back_once():
 
 def test_left_tensors_stay_where_they_are():
     stash = Stash("cpu", page_rows=16)
-    x = torch.randn(32, 8)
+    x, leaf = torch.randn(32, 8), torch.randn(32, 8, requires_grad=True)
     weight = nn.Parameter(torch.randn(8, 8))
     with stash.saving(torch.tensor([3]), 32, leave=[x]):
-        out = (x @ weight).sum()
+        out = (x @ weight).sum() + leaf.square().sum()
     assert stash.columns == {}
     out.backward()
     torch.testing.assert_close(weight.grad, x.sum(0)[:, None].expand(8, 8))

@@ -21,7 +21,8 @@ Decisions, with reasons:
   torch.compile. Both are the same operations.
 * Only row-major floating [R, w] tensors with w >= 8 go to pages; vectors (a weight per row) are left: they are small.
   A tensor saved twice is stashed once. A view of wider rows (one half of a gated product) takes the whole rows with it
-  and shares them with the other views: what comes back has the layout it had, so kernels compute the same bits.
+  and shares them with the other views: what comes back has the layout it had, so kernels compute the same bits. Leaves
+  that need a gradient stay: something else holds them (parameters; inputs of a captured region).
 * Pages go back with the last tensor of a record that the backward asks for. A forward without backward keeps its pages
   until the next `reset`, which belongs at the beginning of every step.
 * A layer whose backward follows its forward at once (the last layer of the last chunk) need not be stashed: call it

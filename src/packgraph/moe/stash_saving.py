@@ -62,8 +62,10 @@ class Block:
         return last
 
     def _wanted(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point() or tensor.dim() != 2 \
-                or tensor.device != self.pages.state.device or tensor.untyped_storage()._cdata in self.left:
+        if tensor.is_leaf and tensor.requires_grad:
+            return False  # somebody else holds it, to give it its gradient: a parameter, or an input of a region
+        if not tensor.is_floating_point() or tensor.dim() != 2 or tensor.device != self.pages.state.device \
+                or tensor.untyped_storage()._cdata in self.left:
             return False
         rows, width = tensor.shape
         return rows == self.rows and width >= NARROWEST and tensor.stride(1) == 1 and _has_whole_rows(tensor)
