@@ -31,6 +31,7 @@ Decisions, with reasons:
     stash = Stash(device)                   # measures: notes what is saved, counts demand
     with stash.saving(offsets, rows): ...   # warm-up steps
     stash.allocate(pages)                   # from now on it stashes; before the first capture
+    stash.attach(model)                     # captures leave the pool as it was
 """
 import contextlib
 from collections import Counter
@@ -66,8 +67,9 @@ class Stash:
     def allocate(self, pages: int, host_pages: int = 0, columns: Mapping[Column, int] | None = None) -> None:
         """Make the pool; tensors are stashed from now on. columns: instead of those that were noted.
 
-        Graphs captured before go on without pages, or with those they were captured with: capture them again. Nothing
-        may be in flight. Raises ValueError without pages, or when nothing is known of what there is to stash.
+        Graphs captured before go on without pages, or with those they were captured with, unless the new pool is
+        attached to their module: then they are captured again. Nothing may be in flight. Raises ValueError without
+        pages, or when nothing is known of what there is to stash.
         """
         self.columns = dict(self.columns if columns is None else columns)
         if pages < 1 or not self.columns:
@@ -78,6 +80,15 @@ class Stash:
         self.hosts = {column: self._memory(column, host_pages, torch.device("cpu")) if host_pages else []
                       for column in self.columns}
         self.measures = False
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Tell graphs of `module` of the pool, once it is allocated: its state becomes a buffer of `module`, not saved.
+
+        Buffers are put back when a capture is over. Without that, a capture that runs a forward and not its backward
+        (it failed in between; on CUDA also when an eager stage follows) keeps its pages until the next reset. And a
+        pool that is replaced is seen: the graphs are captured again.
+        """
+        module.register_buffer("stash_state", self.pages.state, persistent=False)
 
     def _memory(self, column: Column, pages: int, device: torch.device) -> list[Tensor]:
         dtype, width = column
