@@ -1,8 +1,9 @@
 """The default check of `packgraph verify`: a tiny model under every combination that may go wrong on its own.
 
-Granularity layer and chunk, dropout off and on; in each case three capacities, microbatch counts that change from
-step to step, and steps whose forwards all run before their backwards. Over several processes: every layout that they
-can take and granularity layer and chunk, with dropout.
+Granularity layer and chunk, dropout off and on; the same with latent attention and experts, and a choice of scopes of
+these; in each case three capacities, microbatch counts that change from step to step, and steps whose forwards all run
+before their backwards. Over several processes: every layout that they can take and granularity layer and chunk, with
+dropout; layouts in which replicas share experts with the model that has some.
 """
 import itertools
 import random
@@ -14,6 +15,8 @@ import torch
 from packgraph.diagnose.ranks import RanksReport, verify_ranks
 from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.models.decoder import DecoderConfig
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.latent_config import LatentConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
@@ -30,6 +33,9 @@ from packgraph.train.options import (
 VOCABULARY = 64
 CAPACITIES = (Capacity(32, 4), Capacity(64, 6), Capacity(128, 12))
 BUDGETS = (200, 60, 330, 120, 20)
+EXPERTS = 4
+# Each ends a region of experts at another stage; granularity layer without a scope captures all of them.
+EXPERT_SCOPES = (("attn", "moe_router"), ("attn", "mlp", "moe_router", "moe_preprocess"), ("moe",))
 
 
 def tiny_config(granularity: str, dropout: float, steps: int) -> TrainConfig:
@@ -43,6 +49,18 @@ def tiny_config(granularity: str, dropout: float, steps: int) -> TrainConfig:
         graph=GraphConfig(capacities=CAPACITIES, granularity="chunk" if granularity == "chunk" else "layer"),
         run=RunConfig(steps=steps, tokens_per_step=200),
     )
+
+
+def tiny_experts_config(granularity: str, dropout: float, steps: int, scope: tuple[str, ...] | None = None
+                        ) -> TrainConfig:
+    """The same with latent attention, and experts in all layers but the first, whose routers have biases."""
+    config = tiny_config(granularity, dropout, steps)
+    model = replace(
+        config.model, num_kv_heads=4, head_dim=12, qk_norm=False,
+        latent=LatentConfig(kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8),
+        experts=ExpertConfig(count=EXPERTS, per_token=2, intermediate_size=16, shared=1, first_dense=1,
+                             score="sigmoid", score_bias=True, bias_rate=0.01, document_loss=1e-2))
+    return replace(config, model=model, graph=replace(config.graph, scope=scope))
 
 
 def random_packs(seed: int) -> Iterator[PackedBatch]:
@@ -61,6 +79,10 @@ def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
         title = f"granularity {granularity}, dropout {dropout}"
         config = tiny_config(granularity, dropout, steps)
         yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
+    for granularity, scope in (("layer", None), ("chunk", None), *(("layer", scope) for scope in EXPERT_SCOPES)):
+        title = f"experts, granularity {granularity}, scope {'all' if scope is None else ' '.join(scope)}, dropout 0.1"
+        config = tiny_experts_config(granularity, 0.1, steps, scope)
+        yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
 
 
 def budget_of(step: int) -> int:
@@ -76,20 +98,24 @@ def budget_over(replicas: int) -> Callable[[int], int]:
 def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
     """The tiny model with as many layers and heads as `layout` (dp filled in) has stages and parts of a matrix.
 
-    Ranks of a pipeline hold two chunks each where a chunk is a region.
+    Ranks of a pipeline hold two chunks each where a chunk is a region. The model has experts where replicas share them.
     """
-    config = tiny_config(granularity, 0.1, steps)
     chunks = 2 if layout.pp > 1 and granularity == "chunk" else 1
-    model = replace(config.model, num_layers=max(2, layout.pp * chunks), num_heads=max(4, layout.tp),
-                    num_kv_heads=max(2, layout.tp))
-    return replace(config, model=model,
-                   parallel=ParallelConfig(dp=layout.dp, tp=layout.tp, pp=layout.pp, chunks=chunks))
+    parallel = ParallelConfig(dp=layout.dp, tp=layout.tp, pp=layout.pp, chunks=chunks, ep=layout.ep)
+    layers = max(2, layout.pp * chunks)
+    if layout.ep > 1:
+        config = tiny_experts_config(granularity, 0.1, steps)
+        return replace(config, model=replace(config.model, num_layers=layers), parallel=parallel)
+    config = tiny_config(granularity, 0.1, steps)
+    model = replace(config.model, num_layers=layers, num_heads=max(4, layout.tp), num_kv_heads=max(2, layout.tp))
+    return replace(config, model=model, parallel=parallel)
 
 
 def layouts_of(world: int) -> list[Layout]:
-    """Every way to spread the tiny model over `world` processes."""
+    """Every way to spread the tiny models over `world` processes; all replicas share the experts where any do."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     every = [Layout(dp=world // (pp * tp), pp=pp, tp=tp) for pp in sizes for tp in sizes if world % (pp * tp) == 0]
+    every += [replace(layout, ep=layout.dp or 1) for layout in every if layout.tp == 1 and (layout.dp or 1) > 1]
     return [layout for layout in every if not disagreements(config_for(layout, "layer", 30), "cpu", world=world)]
 
 
@@ -98,6 +124,8 @@ def ranks_matrix(device: torch.device, steps: int, world: int, *, one_process: b
     for layout, granularity in itertools.product(layouts_of(world), ("layer", "chunk")):
         config = config_for(layout, granularity, steps)
         chunks = f" x {config.parallel.chunks} chunks" if config.parallel.chunks > 1 else ""
-        title = f"dp={layout.dp}, pp={layout.pp}{chunks}, tp={layout.tp}, granularity {granularity}, dropout 0.1"
+        shared = f", ep={layout.ep}" if layout.ep > 1 else ""
+        title = (f"dp={layout.dp}, pp={layout.pp}{chunks}, tp={layout.tp}{shared}, granularity {granularity}, "
+                 "dropout 0.1")
         yield verify_ranks(title, config, lambda: random_packs(seed=1), device, make_mesh(layout, device),
                            one_process=one_process, budget=budget_over(layout.dp or 1))

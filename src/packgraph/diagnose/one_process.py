@@ -109,7 +109,7 @@ def compare_with_one_process(config: TrainConfig, packs: Iterator[PackedBatch], 
     run = Side(config, device, mesh)
     alone = Side(_for_one(config), device) if mesh.rank == 0 else None
     try:
-        _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.model.state_dict())
+        _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.model.stored())
         for step in range(config.run.steps):
             batches = take_step(packs, config.run.tokens_per_step if budget is None else budget(step))
             if not batches:
@@ -140,8 +140,8 @@ def _one_step(step: int, run: Side, alone: Side | None, batches: list[PackedBatc
     if alone is not None:
         alone.optimizer.step(learning_rate)
         report.note(NORM, number, "", relative_distance(norm, torch.full_like(norm, whole)))
-    _compare(PARAMETERS, number, run, alone, report, lambda side: side.model.state_dict())
-    for name, equal in copies(run.mesh, run.model.state_dict()):
+    _compare(PARAMETERS, number, run, alone, report, lambda side: side.model.stored())
+    for name, equal in copies(run.mesh, run.model.stored()):
         report.note(COPIES, number, name, 0.0 if equal else float("inf"))
     _compare(STATE, number, run, alone, report, lambda side: side.optimizer.state_tensors())
 

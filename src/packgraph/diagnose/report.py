@@ -31,6 +31,7 @@ def print_report(report: VerifyReport, console: Console) -> None:
         table.add_row(kind, verdict(report, kind))
     fallbacks = ", ".join(f"{count} {reason}" for reason, count in report.fallbacks.items()) or "none"
     table.add_row("replayed / fallbacks", f"{report.replayed} / {fallbacks}")
+    _add_made_again(table, report.made_again)
     console.print(table)
     if report.replayed == 0:
         console.print("Nothing was replayed, so nothing was shown: see the fallbacks above.", highlight=False)
@@ -56,6 +57,7 @@ def print_ranks_report(report: RanksReport, console: Console) -> None:
     counted = sum((Counter(rank.fallbacks) for rank in report.ranks), Counter[str]())
     fallbacks = ", ".join(f"{count} {reason}" for reason, count in counted.items()) or "none"
     table.add_row("replayed / fallbacks", f"{sum(rank.replayed for rank in report.ranks)} / {fallbacks}")
+    _add_made_again(table, first.made_again)  # all ranks make a step again together
     if report.one_process is not None:
         _add_one_process(table, report.one_process)
     console.print(table)
@@ -66,6 +68,13 @@ def print_ranks_report(report: RanksReport, console: Console) -> None:
         ranks = ", ".join(map(str, report.silent_ranks()))
         console.print(f"Nothing was replayed on rank {ranks}, so nothing was shown there: see the fallbacks above.",
                       highlight=False)
+
+
+def _add_made_again(table: Table, count: int) -> None:
+    """A row for steps that lacked room for experts, where there were any."""
+    if count:
+        table.add_row("made again", f"{count} time{'s' * (count > 1)}, with more room for experts "
+                                    "(parallel.expert_room)")
 
 
 def _add_one_process(table: Table, report: OneProcessReport) -> None:

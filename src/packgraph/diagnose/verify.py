@@ -1,9 +1,9 @@
 """Does the graph path compute what the eager path computes, bit by bit?
 
 The same run is made twice in lockstep: one model runs eagerly, its twin through graphs, both on the same
-microbatches and from the same random state. After every step loss, all gradients (before the update), parameters and
-random states are compared. The invariant: a report without differences and with replays means that every step agreed
-in every bit.
+microbatches and from the same random state. After every step loss, all gradients (before the update), parameters,
+buffers (such as the biases of routers; told as parameters) and random states are compared. The invariant: a report
+without differences and with replays means that every step agreed in every bit.
 
     eager:  random state E ─▶ forward, backward ─▶ update ─▶ E'
     graph:  random state G ─▶ forward, backward ─▶ update ─▶ G'      compared after each arrow
@@ -32,13 +32,17 @@ RANKS_KINDS = (LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM)  # of several proces
 
 @dataclass
 class VerifyReport:
-    """What was compared. differences: kind → the first difference, for kinds that differ."""
+    """What was compared. differences: kind → the first difference, for kinds that differ.
+
+    made_again: how often a step of the graph run was made once more because experts lacked room.
+    """
 
     title: str
     steps: int = 0
     microbatches: int = 0
     replayed: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
+    made_again: int = 0
     differences: dict[str, Difference] = field(default_factory=dict)
 
     @property
@@ -79,6 +83,7 @@ def verify(title: str, config: TrainConfig, packs: Iterator[PackedBatch], device
             report.steps, report.microbatches = step + 1, report.microbatches + len(batches)
         totals = graph.executor.summary()
         report.replayed, report.fallbacks = totals["replayed"], totals["fallbacks"]
+        report.made_again = graph.made_again
     finally:
         graph.close()
         eager.close()

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from packgraph.parallel.pieces import stored
+
 
 class ModelChunks:
     """The modules of this rank, in the order of their stages. A whole decoder is one chunk."""
@@ -33,3 +35,7 @@ class ModelChunks:
     def state_dict(self) -> dict[str, Tensor]:
         """Live parameters and persistent buffers by their names in the whole decoder."""
         return {name: value for chunk in self.chunks for name, value in chunk.state_dict().items()}
+
+    def stored(self) -> dict[str, Tensor]:
+        """`state_dict` as checkpoints hold it and ranks compare it: experts shared with other ranks as `Pieces`."""
+        return stored(self.state_dict(), self.named_parameters())

@@ -114,7 +114,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
-        model = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        model = {f"model.{name}": value for name, value in self.model.stored().items()}
         return model | {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
 
     def resume(self) -> None:

@@ -1,0 +1,141 @@
+"""Runs of a decoder with experts over ranks that share them: graphs equal eager bitwise, layouts equal one process, and
+a step that lacks room on one rank is made again on all."""
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from distkit import run_ranks
+from trainkit import tiny, trainer
+
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.layers.moe import moe_blocks
+from packgraph.parallel.collect import collect
+from packgraph.parallel.mesh import Layout
+from packgraph.train.metrics import METRICS, read_metrics
+from packgraph.train.options import ParallelConfig, disagreements
+from packgraph.train.signals import StopRequest
+
+pytestmark = pytest.mark.dist
+
+ALONE, EP2 = Layout(dp=1), Layout(dp=2, ep=2)
+PP2_EP2, EP2_EDP2, EP4 = Layout(dp=2, pp=2, ep=2), Layout(dp=4, ep=2), Layout(dp=4, ep=4)
+EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, first_dense=1, score="sigmoid",
+                       score_bias=True, bias_rate=0.01)
+
+
+def config(layout, steps, *, dropout=0.0, dispatcher="auto", room=4.0, **graph):
+    made = tiny(graph=True, steps=steps, checkpoint_every=100)
+    model = dataclasses.replace(made.model, num_layers=3, dropout=dropout, experts=EXPERTS)
+    return dataclasses.replace(
+        made, model=model, graph=dataclasses.replace(made.graph, **graph),
+        parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, ep=layout.ep, dispatcher=dispatcher, expert_room=room),
+        run=dataclasses.replace(made.run, tokens_per_step=120),
+        optimizer=dataclasses.replace(made.optimizer, decay_steps=20))
+
+
+def go(mesh, folder, settings, resume=False, crowded=None):
+    """Run to the end. crowded: a rank whose tokens all go to expert 0 of its first layer with experts, in step 4.
+
+    At last: all tensors whole on rank 0, graph counts, steps made again, factors of room.
+    """
+    run = trainer(Path(folder), settings, mesh=mesh)
+    if crowded == mesh.rank:
+        crowd(run)
+    try:
+        if resume:
+            run.resume()
+        run.run(StopRequest())
+        factors = [getattr(block.dispatcher, "factor", None) for block in moe_blocks(run.model.chunks)]
+        return dict(collect(mesh, run.tensors())), run.executor.totals(), run._repeats.total, factors
+    finally:
+        run.close()
+
+
+def crowd(run):
+    """Make the demand of one layer look larger than its room once: nothing is lacking in truth, so that the run can be
+    compared with one where nothing happens."""
+    before, calls = run.executor.train_step, []
+
+    def train_step(*arguments):
+        calls.append(None)
+        if len(calls) == 4:
+            moe_blocks(run.model.chunks)[0].demand.fill_(4500)
+        return before(*arguments)
+
+    run.executor.train_step = train_step
+
+
+def ranks(layout, *arguments):
+    return run_ranks(go, (layout.dp or 1) * layout.pp, *arguments, layout=layout, seconds=120.0)
+
+
+def equal(left, right):
+    assert left.keys() == right.keys()
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+
+
+@pytest.mark.parametrize("layout", [ALONE, EP2, PP2_EP2, pytest.param(EP4, marks=pytest.mark.slow),
+                                    pytest.param(EP2_EDP2, marks=pytest.mark.slow)], ids=str)
+def test_graphs_equal_eager_bitwise(layout, tmp_path):
+    eager, *_ = ranks(layout, str(tmp_path / "eager"), config(layout, 8, dropout=0.1, enabled=False))
+    for granularity in ("layer", "chunk", "step"):
+        graphs = ranks(layout, str(tmp_path / granularity), config(layout, 8, dropout=0.1, granularity=granularity))
+        equal(eager[0], graphs[0][0])
+        assert all(totals["replayed"] > 0 for _, totals, *_ in graphs)
+
+
+@pytest.mark.parametrize(("layout", "dispatcher", "scope"), [
+    (EP2, "padded", None), (EP2, "host_splits", ("attn", "mlp", "moe_router")), (PP2_EP2, "padded", None),
+    pytest.param(EP2_EDP2, "padded", None, marks=pytest.mark.slow)], ids=str)
+def test_sharing_experts_learns_what_one_process_learns(layout, dispatcher, scope, tmp_path):
+    settings = config(layout, 6, dispatcher=dispatcher, scope=scope)
+    shared = ranks(layout, str(tmp_path / "shared"), settings)[0][0]
+    alone = ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 6))[0][0]
+    assert shared.keys() == alone.keys()
+    for name, value in alone.items():  # sums over ranks are rounded in another order
+        torch.testing.assert_close(shared[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: name + m)
+    for ours, theirs in zip(read_metrics(tmp_path / "shared" / METRICS), read_metrics(tmp_path / "alone" / METRICS),
+                            strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "step"])
+def test_what_lacks_room_on_one_rank_is_made_again_on_all(granularity, tmp_path):
+    """Bitwise the run in which nothing was lacking: parameters, optimizer state, biases, random numbers, metrics."""
+    settings = config(EP2, 8, dropout=0.1, granularity=granularity)
+    calm = ranks(EP2, str(tmp_path / "calm"), settings)
+    crowded = ranks(EP2, str(tmp_path / "crowded"), settings, False, 1)
+    equal(calm[0][0], crowded[0][0])
+    assert [again for *_, again, _ in crowded] == [2, 2], "the step, and the one that was launched after it"
+    assert all(factor == pytest.approx(4.95) for *_, factors in crowded for factor in factors)
+    losses = [[(row["step"], row["loss"], row["gradient_norm"]) for row in read_metrics(tmp_path / name / METRICS)]
+              for name in ("calm", "crowded")]
+    assert losses[0] == losses[1]
+
+
+def test_a_small_room_grows_until_it_suffices(tmp_path):
+    tight = ranks(EP2, str(tmp_path / "tight"), config(EP2, 8, room=1.0, granularity="chunk"))
+    roomy = ranks(EP2, str(tmp_path / "roomy"), config(EP2, 8, room=2.0, granularity="chunk"))
+    for name, value in roomy[0][0].items():
+        torch.testing.assert_close(tight[0][0][name], value, rtol=1e-3, atol=1e-4)
+    assert tight[0][2] > 0 and roomy[0][2] == 0 and tight[0][3] == tight[1][3]
+
+
+def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_experts(tmp_path):
+    folder = str(tmp_path / "moved")
+    ranks(EP2, folder, config(EP2, 3))
+    moved = ranks(ALONE, folder, config(ALONE, 6), True)[0][0]
+    alone = ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 6))[0][0]
+    for name, value in alone.items():
+        torch.testing.assert_close(moved[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_what_cannot_be_is_refused_with_reasons():
+    settings = config(EP2, 8, dispatcher="host_splits", scope=("moe_router", "moe_preprocess"))
+    assert any("makes the host wait" in problem for problem in disagreements(settings, "cpu", world=2))
+    dense = dataclasses.replace(settings, model=dataclasses.replace(settings.model, experts=ExpertConfig()),
+                                graph=dataclasses.replace(settings.graph, scope=None))
+    assert any("model.experts.count is 0" in problem for problem in disagreements(dense, "cpu", world=2))
+    with pytest.raises(ValueError, match="local sends nothing"):
+        ParallelConfig(ep=2, dispatcher="local")
