@@ -5,6 +5,7 @@ import torch
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
+from packgraph.models.sizes import token_weights
 from packgraph.models.stack import DecoderStack
 from packgraph.plan.chunks import split_layers
 from packgraph.plan.stages import Stage
@@ -42,12 +43,7 @@ class DecoderModel(DecoderStack):
 
 def head_cost(config: DecoderConfig) -> float:
     """Work of the head in layers: the ratio of the weights that a token uses. All layers count alike."""
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    experts = config.experts
-    width = config.intermediate_size if not experts.enabled else \
-        (experts.per_token + experts.shared) * experts.intermediate_size
-    layer = config.hidden_size * (config.head_dim * heads + 3 * width)
-    return config.hidden_size * config.vocab_size / layer
+    return config.hidden_size * config.vocab_size / (token_weights(config) / config.num_layers)
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:

@@ -17,6 +17,7 @@ from packgraph.parallel.tensor import parallelize
 from packgraph.train.autotune import Autotune
 from packgraph.train.executor import Executor
 from packgraph.train.expert_balance import ExpertBalance
+from packgraph.train.expert_stash import make_stash
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.overflow import Overflow
@@ -49,8 +50,9 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     optimizer = Optimizer(model.named_parameters(), config.optimizer, mesh)
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp"))
-        if config.parallel.dispatcher_name == "padded":
-            optimizer.overflow = Overflow(model.chunks, mesh.everyone(), optimizer.learning_rate.device)
+        stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
+        if config.parallel.dispatcher_name == "padded" or stash is not None:
+            optimizer.overflow = Overflow(model.chunks, mesh.everyone(), optimizer.learning_rate.device, stash)
     return optimizer
 
 

@@ -8,6 +8,7 @@ The verdict stays until `make_room`, so a step that was launched before the host
 step reads and writes besides parameters (gradients, loads of experts, optimizer state) begins anew or is left alone by
 a blocked update; random states are the trainer's to put back (`train/repeat.py`).
 """
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,17 +17,20 @@ from torch import Tensor, nn
 
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.moe.dispatch_padded import PaddedDispatcher
+from packgraph.moe.stash import Stash
 
 SPARE = 1.1  # room over what was needed: routing goes on to move
 
 
 class Overflow:
-    """The budgets of this rank's chunks. group: all ranks of the run, None = this process alone.
+    """The budgets of this rank's chunks. group: all ranks of the run, None = this process alone. stash: of the chunks.
 
     blocked: float32 [], 1.0 while something did not fit; a fused optimizer takes it as `found_inf`.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device,
+                 stash: Stash | None = None) -> None:
+        self._chunks, self._stash = chunks, stash
         self._blocks = [block for block in moe_blocks(chunks) if isinstance(block.dispatcher, PaddedDispatcher)]
         self._group = group
         self.blocked = torch.zeros((), dtype=torch.float32, device=device)
@@ -34,13 +38,20 @@ class Overflow:
     @torch.no_grad()
     def agree(self) -> Tensor:
         """`blocked`, after all ranks have said what they lack. Collective; no host sync."""
-        demands = [block.demand for block in self._blocks]
-        if demands:
-            lacks = torch.stack(demands).amax() > 0
+        verdicts = [block.demand > 0 for block in self._blocks]
+        if self._stash is not None:
+            verdicts.append(self._stash.verdict())
+        if verdicts:
+            lacks = torch.stack(verdicts).any()
             self.blocked.copy_(torch.maximum(self.blocked, lacks.to(self.blocked.dtype)))
         if self._group is not None:
             dist.all_reduce(self.blocked, dist.ReduceOp.MAX, group=self._group)
         return self.blocked
+
+    def begin(self) -> None:
+        """Before a step: pages that nobody brings back (of an evaluation, of a step that failed) are free again."""
+        if self._stash is not None:
+            self._stash.reset()
 
     @torch.no_grad()
     def make_room(self) -> str:
@@ -53,10 +64,22 @@ class Overflow:
         if self._group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         self.blocked.zero_()
-        needed = int(largest) / 1000
-        for block in self._blocks:
-            block.dispatcher = _grown(block, needed * SPARE)
-        return f"a rank needed {needed:.2f} times the room of a balanced load; now there is {needed * SPARE:.2f} times"
+        told = []
+        if needed := int(largest) / 1000:
+            for block in self._blocks:
+                block.dispatcher = _grown(block, needed * SPARE)
+            told.append(f"a rank needed {needed:.2f} times the room of a balanced load; now there is "
+                        f"{needed * SPARE:.2f} times")
+        if self._stash is not None and bool(self._stash.verdict()):
+            told.append(self._more_pages(self._stash))
+        return "; ".join(told) or "another rank had too little room"
+
+    def _more_pages(self, stash: Stash) -> str:
+        before, needed = stash.pages.pages, int(stash.need_hi())
+        stash.allocate(math.ceil(needed * SPARE), columns=dict(stash.columns))
+        for block in moe_blocks(self._chunks):
+            stash.attach(block)
+        return f"the stash had {before} pages and needed {needed}; now there are {stash.pages.pages}"
 
 
 def _grown(block: MoEBlock, factor: float) -> PaddedDispatcher:

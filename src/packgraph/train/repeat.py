@@ -78,4 +78,6 @@ class Repeats:
     def _make(self, step: Launched) -> tuple[Tensor, Tensor]:
         step.random = random_states(self._device)
         step.made += 1
+        if self._optimizer.overflow is not None:
+            self._optimizer.overflow.begin()
         return self._executor.train_step(step.share, step.loss_tokens, self._optimizer, step.learning_rate)

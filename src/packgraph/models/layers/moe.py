@@ -9,6 +9,7 @@ Between the stages stand, in the state: moe_input [T, H] and moe_routing from th
 are shared experts; moe_plan from moe_preprocess; moe_rows from moe_dispatch; moe_made [R, H] from the experts. The last
 stage takes them all out again. Padding rows have expert -1 from the router on, whatever they hold.
 """
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from packgraph.moe.dispatch import Dispatcher, LocalDispatcher, Rows
 from packgraph.moe.experts import Experts
 from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
 from packgraph.moe.routing import drop_beyond, route
+from packgraph.moe.stash import Stash
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.plan.stages import State
@@ -74,7 +76,8 @@ class MoEBlock(nn.Module):
     """Router, experts and shared experts of one layer. dispatcher: how tokens get to the experts; local at first.
 
     Stages that wait for the host with this dispatcher are named, with the reason, in `dispatcher.why_not`. demand:
-    int64 [], 0 or the most room that a dispatch would have needed and had not (see `PaddedDispatcher.demand`).
+    int64 [], 0 or the most room that a dispatch would have needed and had not (see `PaddedDispatcher.demand`). stash:
+    where what experts save for backward is kept; None = as it is, all R rows of it.
     """
 
     demand: Tensor
@@ -87,6 +90,7 @@ class MoEBlock(nn.Module):
         width = config.experts.shared * config.experts.intermediate_size
         self.shared_experts = GatedMLP(config.hidden_size, width, config.merge_projections) if width else None
         self.dispatcher: Dispatcher = LocalDispatcher(config.experts.count)
+        self.stash: Stash | None = None
         self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def run_router(self, state: State, x: Tensor) -> State:
@@ -141,8 +145,14 @@ class MoEBlock(nn.Module):
     def run_experts(self, state: State) -> State:
         """Replaces moe_rows by moe_made."""
         rows: Rows = state["moe_rows"]
-        made = self.experts(rows.values, rows.weights, rows.offsets)
+        with self._saving(rows):
+            made = self.experts(rows.values, rows.weights, rows.offsets)
         return {key: value for key, value in state.items() if key != "moe_rows"} | {"moe_made": made}
+
+    def _saving(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
+        if self.stash is None or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return self.stash.saving(rows.offsets, rows.values.shape[0])
 
     def run_combine(self, state: State) -> tuple[State, Tensor]:
         """Takes everything of the experts out of the state; returns the branch [T, H] beside it."""

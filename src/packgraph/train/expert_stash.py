@@ -1,0 +1,49 @@
+"""The stash of a run: pages for what the experts of this rank's layers keep from forward to backward.
+
+How many is planned from the largest capacity and the microbatches that are in flight by the schedule, for equally busy
+experts and `parallel.expert_stash` times that. Where it does not suffice, the update of the step changes nothing
+(`train/overflow.py`) and there are more pages when the step is made again.
+"""
+import torch
+
+from packgraph.models.chunks import ModelChunks
+from packgraph.models.layers.moe import moe_blocks
+from packgraph.moe.stash import Stash
+from packgraph.parallel.mesh import Mesh
+from packgraph.plan.slots import slot_counts
+from packgraph.plan.stash import pages_for
+from packgraph.train.options import TrainConfig
+
+MIXED = 4  # microbatches in flight where nothing bounds them
+
+
+def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device) -> Stash | None:
+    """The stash of all layers with experts of this rank, attached to them; None where there is none."""
+    if not config.parallel.expert_stash or not moe_blocks(model.chunks):
+        return None
+    stash, experts = Stash(device), config.model.experts
+    dtype = getattr(torch, config.run.dtype)
+    columns = {(dtype, config.model.hidden_size): 1}
+    columns[dtype, 2 * experts.intermediate_size] = columns.get((dtype, 2 * experts.intermediate_size), 0) + 1
+    records = sum(len(moe_blocks([chunk])) * slots
+                  for chunk, slots in zip(model.chunks, _in_flight(config, mesh, len(model.chunks)), strict=True))
+    auto = config.graph.capacities == "auto"
+    tokens = config.buckets.max_tokens if auto else max(c.tokens for c in config.graph.packing_capacities())
+    stash.allocate(pages_for(tokens, experts.per_token, records, 1, config.parallel.expert_stash, stash.page_rows),
+                   columns=columns)
+    share(stash, model)
+    return stash
+
+
+def share(stash: Stash, model: ModelChunks) -> None:
+    """Give the stash to all layers with experts, once its pages are there."""
+    for block in moe_blocks(model.chunks):
+        block.stash = stash
+        stash.attach(block)
+
+
+def _in_flight(config: TrainConfig, mesh: Mesh, chunks: int) -> list[int]:
+    """Microbatches between forward and backward, for each chunk."""
+    if mesh.size("pp") > 1:
+        return list(slot_counts(mesh.size("pp"), chunks)[mesh.place["pp"]])
+    return [(config.graph.slots or MIXED) if config.graph.granularity != "step" else 1] * chunks

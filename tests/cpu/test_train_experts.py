@@ -1,0 +1,68 @@
+"""Training experts in one process: the stash changes no bit, too few pages are a step that is made again."""
+import dataclasses
+
+import pytest
+import torch
+from trainkit import tiny, trainer
+
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.latent_config import LatentConfig
+from packgraph.models.layers.moe import moe_blocks
+from packgraph.train.options import ParallelConfig, disagreements
+from packgraph.train.signals import StopRequest
+
+EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, first_dense=1, score="sigmoid",
+                       score_bias=True, bias_rate=0.01, document_loss=1e-3)
+
+
+def config(steps=6, stash=0.0, **graph):
+    made = tiny(graph=True, steps=steps, checkpoint_every=100)
+    model = dataclasses.replace(made.model, num_layers=3, dropout=0.1, experts=EXPERTS,
+                                latent=LatentConfig(kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8))
+    return dataclasses.replace(made, model=model, graph=dataclasses.replace(made.graph, **graph),
+                               parallel=ParallelConfig(expert_stash=stash))
+
+
+def go(folder, settings, pages=None):
+    """Train to the end: all tensors, summary, and how many steps were made again. pages: of the stash at first."""
+    run = trainer(folder, settings)
+    blocks = moe_blocks(run.model.chunks)
+    if pages is not None:
+        stash = blocks[0].stash
+        stash.allocate(pages, columns=dict(stash.columns))
+        for block in blocks:
+            stash.attach(block)
+    try:
+        run.run(StopRequest())
+        return {name: value.clone() for name, value in run.tensors().items()}, run.executor.totals(), run._repeats.total
+    finally:
+        run.close()
+
+
+def equal(left, right):
+    assert left.keys() == right.keys()
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
+    expected, *_ = go(tmp_path / "eager", config(enabled=False))
+    assert any(name.endswith("e_score_correction_bias") and value.abs().max() > 0 for name, value in expected.items())
+    for granularity in ("layer", "chunk", "step"):
+        found, totals, again = go(tmp_path / granularity, config(granularity=granularity, stash=1.2))
+        equal(expected, found)
+        assert totals["replayed"] > 0 and again == 0
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk", "step"])
+def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
+    expected, *_ = go(tmp_path / "plain", config(granularity=granularity))
+    found, _, again = go(tmp_path / "few", config(granularity=granularity, stash=1.0), pages=1)
+    equal(expected, found)
+    assert again >= 1
+
+
+def test_a_stash_in_compiled_code_is_refused():
+    assert any("expert_stash with graph.compile" in problem
+               for problem in disagreements(config(stash=1.1, compile=True), "cpu"))
+    with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
+        ParallelConfig(expert_stash=0.5)
