@@ -8,25 +8,42 @@ and releases is that of the capture. See `stash.py` for what is stashed.
 """
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from packgraph.moe.stash_ops import put, take
-
-if TYPE_CHECKING:
-    from packgraph.moe.stash import Stash
+from packgraph.moe.stash_pages import Pages
 
 NARROWEST = 8
 Column = tuple[torch.dtype, int]  # of a saved tensor: dtype and width
 
 
+class Pool(Protocol):
+    """What a block needs of its stash, see `Stash`."""
+
+    pages: Pages
+    page_rows: int
+    measures: bool
+
+    @property
+    def buffers(self) -> Mapping[Column, Sequence[Tensor]]: ...
+
+    def reserve(self, offsets: Tensor, rows: int) -> Tensor: ...
+
+    def note(self, used: Mapping[Column, int]) -> None: ...
+
+    def check(self, column: Column, number: int) -> None: ...
+
+    def host_memory(self, places: Sequence[tuple[Column, int]]) -> list[Tensor]: ...
+
+
 class Block:
     """What one run of a `saving` block has stashed: one record, several tensors."""
 
-    def __init__(self, stash: "Stash", offsets: Tensor, rows: int, leave: Sequence[Tensor]) -> None:
+    def __init__(self, stash: Pool, offsets: Tensor, rows: int, leave: Sequence[Tensor]) -> None:
         self.stash, self.rows, self.pages, self.measures = stash, rows, stash.pages, stash.measures
         self.offsets: Tensor | None = offsets
         self.left = {tensor.untyped_storage()._cdata for tensor in leave}
