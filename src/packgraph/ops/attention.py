@@ -23,6 +23,7 @@ from packgraph.ops.attention_metadata import AttentionMetadata, attention_metada
 from packgraph.ops.attention_naive import naive_attention
 from packgraph.ops.attention_sdpa import sdpa_attention
 from packgraph.ops.attention_varlen import varlen_attention, varlen_problems
+from packgraph.ops.context import own_heads_back, whole_rows
 
 __all__ = ["BACKENDS", "AttentionMetadata", "BackendChoice", "attention", "attention_metadata", "choose_backend"]
 
@@ -63,9 +64,12 @@ def attention(
 
     q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv]; Hq is a multiple of Hkv, query head h reads key head
     h // (Hq / Hkv). scale: factor on the scores, default D ** -0.5. Returns [T, Hq, Dv], zero in padding.
+    Where the row is spread over ranks (`meta.context`), T is the number of this rank's rows in q, k, v and the result;
+    the ranks exchange heads for rows (ops/context.py), so the call is collective.
     Raises ValueError for shapes that do not fit together or that the backend does not support.
     """
-    num_tokens = meta.padding_mask.shape[0]
+    context = meta.context
+    num_tokens = meta.padding_mask.shape[0] // (1 if context is None else context.size)
     if not (
         q.dim() == k.dim() == v.dim() == 3
         and q.shape[0] == k.shape[0] == v.shape[0] == num_tokens
@@ -78,4 +82,6 @@ def attention(
             f"is [T, heads, head_dim] with T = {num_tokens} as in the batch; q and k share head_dim, k and v "
             "share heads, and q's heads are a multiple of k's."
         )
-    return BACKENDS[meta.backend](q, k, v, meta, scale)
+    if context is None:
+        return BACKENDS[meta.backend](q, k, v, meta, scale)
+    return own_heads_back(BACKENDS[meta.backend](*whole_rows(q, k, v, context), meta, scale), context)

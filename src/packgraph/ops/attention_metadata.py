@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from packgraph.ops.context import ContextGroup
 from packgraph.packing.batch import PackedBatch
 
 
@@ -19,6 +20,8 @@ class AttentionMetadata(NamedTuple):
     longest: bound on the tokens of one document. backend: name of the backend that this was built for.
     finite_padding: the caller vouches that rows of padding in q, k, v and in the gradient of the output are finite
     numbers, so that nobody needs to clear them.
+    context: the ranks that the row is spread over, each with T / size rows of q, k and v; None = this one has all. The
+    other entries describe the whole row on every rank.
     """
 
     cu_seqlens: Tensor
@@ -27,9 +30,11 @@ class AttentionMetadata(NamedTuple):
     longest: int
     backend: str
     finite_padding: bool = False
+    context: ContextGroup | None = None
 
 
-def attention_metadata(batch: PackedBatch, backend: str, *, finite_padding: bool = False) -> AttentionMetadata:
+def attention_metadata(batch: PackedBatch, backend: str, *, finite_padding: bool = False,
+                       context: ContextGroup | None = None) -> AttentionMetadata:
     """Build the metadata of one microbatch for `backend` (see `packgraph.ops.attention.BACKENDS`)."""
     longest = batch.capacity.longest
     return AttentionMetadata(
@@ -39,6 +44,7 @@ def attention_metadata(batch: PackedBatch, backend: str, *, finite_padding: bool
         longest=batch.capacity.tokens if longest is None else longest,
         backend=backend,
         finite_padding=finite_padding,
+        context=context,
     )
 
 
