@@ -20,6 +20,7 @@ from packgraph.bench.rows import Column, Row, Rows, figures, median, value
 from packgraph.bench.timing import Deadline, time_block
 from packgraph.bench.whole_graph import record_on_cuda
 from packgraph.models.config import DecoderConfig
+from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention import attention, attention_metadata
 from packgraph.ops.attention_flash import flash_problems
 from packgraph.ops.attention_varlen import varlen_problems
@@ -50,9 +51,8 @@ class AttentionOptions:
 
 def usual_backends(config: DecoderConfig, device: torch.device) -> tuple[str, ...]:
     """The backends that can run heads of this shape on the device, by their kernels; the masked one where none can."""
-    dtype, size = dtype_on(device), config.head_dim
     found = [name for name, problems in (("flash", flash_problems), ("varlen", varlen_problems))
-             if not problems(device, dtype, size, size)]
+             if not problems(device, dtype_on(device), *head_sizes(config))]
     return tuple(found) or ("sdpa",)
 
 
@@ -68,7 +68,8 @@ def bench_attention(options: AttentionOptions, device: torch.device, rows: Rows,
                 times, reason = attempt_alone(partial(_times, config, draws, backend, places, device), deadline)
                 row: Row = {
                     "benchmark": "attention", "way": backend, "model": options.model, "tokens": tokens,
-                    "places": places, "heads": [config.num_heads, config.num_kv_heads, config.head_dim],
+                    "places": places,
+                    "heads": [config.num_heads, config.num_kv_heads, *dict.fromkeys(head_sizes(config))],
                     "dtype": str(dtype_on(device)).removeprefix("torch."), "mean": options.mean,
                     "sigma": options.sigma, "seed": options.seed,
                     "documents_mean": round(statistics.mean(batch.num_documents for batch in draws), 2),
@@ -99,8 +100,10 @@ def _times(config: DecoderConfig, draws: Sequence[PackedBatch], backend: str, pl
 def _one(config: DecoderConfig, batch: PackedBatch, backend: str) -> tuple[float, float]:
     device, tokens = batch.tokens.device, batch.capacity.tokens
     metadata = attention_metadata(batch, backend)
-    q, k, v, gradient = (torch.randn(tokens, heads, config.head_dim, device=device, dtype=dtype_on(device))
-                         for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads))
+    of_keys, of_values = head_sizes(config)
+    q, k, v, gradient = (torch.randn(tokens, heads, size, device=device, dtype=dtype_on(device))
+                         for heads, size in ((config.num_heads, of_keys), (config.num_kv_heads, of_keys),
+                                             (config.num_kv_heads, of_values), (config.num_heads, of_values)))
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
 
     def forward() -> object:

@@ -14,6 +14,7 @@ from packgraph.bench.distributions import DISTRIBUTIONS
 from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
 from packgraph.bench.memory import MemoryOptions, bench_memory
 from packgraph.bench.models import SHAPES, shape
+from packgraph.bench.moe_ways import EXPERT_WAYS, MOE_WAYS
 from packgraph.bench.padding import COLUMNS as PADDING_COLUMNS
 from packgraph.bench.padding import PaddingOptions, bench_padding
 from packgraph.bench.parts import PARTS
@@ -33,11 +34,13 @@ from packgraph.train.launch import choose_device
 
 FAILED = 1
 KILO = 1024
+USUAL_MODELS = "qwen3-0.6b", "tiny"  # on CUDA, and on a CPU
 CAPTURABLE = [name for name in BACKENDS if name != "naive"]
 
 INTRODUCTION = """Time the ways of running the same packed documents, side by side in one process.
 
     packgraph bench step --model qwen3-0.6b --part layers --tokens 1024 4096
+    packgraph bench moe
     torchrun --nproc-per-node 4 -m packgraph.cli bench pipeline --model qwen3-8b --layers 16 --chunks 2
     packgraph bench padding
 
@@ -69,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         found.set_defaults(run=run)
         return found
 
-    _step_options(add("step", "forward and backward of one microbatch", _step))
+    _step_options(add("step", "forward and backward of one microbatch", _step), STEP_WAYS, [KILO, 2 * KILO, 4 * KILO])
+    moe = add("moe", "as step, with the defaults and ways of layers with experts (host-splits, partial, stash)", _step)
+    _step_options(moe, MOE_WAYS, [KILO, 4 * KILO, 16 * KILO], ("moonlight", "moonlight-tiny"), "layers")
     pipeline = add("pipeline", "a whole step of a pipeline, under torchrun", _pipeline)
     _work_options(pipeline, [KILO], documents=64)
     _contest_options(pipeline, PIPELINE_WAYS, rounds=12)
@@ -104,10 +109,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _step_options(step: argparse.ArgumentParser) -> None:
-    _work_options(step, [KILO, 2 * KILO, 4 * KILO])
-    _part_option(step)
-    _contest_options(step, STEP_WAYS, rounds=15)
+def _step_options(step: argparse.ArgumentParser, ways: Sequence[str], tokens: list[int],
+                  models: tuple[str, str] = USUAL_MODELS, part: str = "model") -> None:
+    """ways, tokens, models, part: defaults."""
+    _work_options(step, tokens, models=models)
+    _part_option(step, part)
+    _contest_options(step, ways, rounds=15, known=(*STEP_WAYS, *EXPERT_WAYS))
     step.add_argument("--documents", type=_count, metavar="N",
                       help="places for documents of ways that have one shape (default: the most that occur)")
     step.add_argument("--calls", type=_count, default=4, metavar="N",
@@ -117,27 +124,32 @@ def _step_options(step: argparse.ArgumentParser) -> None:
                       help="attention of every way (default: own, what each way's own stack has; rows say which)")
 
 
-def _part_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", choices=PARTS, default="model",
-                        help="the whole model, or its layers alone, without embedding and head (default: model)")
+def _part_option(parser: argparse.ArgumentParser, part: str = "model") -> None:
+    parser.add_argument("--part", choices=PARTS, default=part,
+                        help=f"the whole model, or its layers alone, without embedding and head (default: {part})")
 
 
-def _work_options(parser: argparse.ArgumentParser, tokens: list[int], documents: int | None = None) -> None:
-    parser.add_argument("--model", choices=list(SHAPES), help="shape (default: qwen3-0.6b on CUDA, tiny on a CPU)")
+def _work_options(parser: argparse.ArgumentParser, tokens: list[int], documents: int | None = None,
+                  models: tuple[str, str] = USUAL_MODELS) -> None:
+    """models: the default on CUDA, and on a CPU."""
+    parser.add_argument("--model", choices=list(SHAPES), help=f"shape (default: {models[0]} on CUDA, {models[1]} on a "
+                        "CPU)")
     parser.add_argument("--layers", type=_count, metavar="N", help="another number of layers")
     parser.add_argument("--tokens", type=_count, nargs="+", metavar="T",
                         help=f"tokens of a microbatch (default: {' '.join(map(str, tokens))}; 128 on a CPU)")
     parser.add_argument("--mean", type=float, default=1024.0, help="mean length of documents (default: 1024)")
     parser.add_argument("--sigma", type=float, default=1.5, help="of the lognormal distribution (default: 1.5)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.set_defaults(usual_tokens=tokens)
+    parser.set_defaults(usual_tokens=tokens, usual_models=models)
     if documents is not None:
         parser.add_argument("--documents", type=_count, default=documents, metavar="N",
                             help=f"at most in one microbatch (default: {documents})")
 
 
-def _contest_options(parser: argparse.ArgumentParser, ways: Sequence[str], rounds: int) -> None:
-    parser.add_argument("--ways", nargs="+", choices=ways, default=list(ways), metavar="WAY",
+def _contest_options(parser: argparse.ArgumentParser, ways: Sequence[str], rounds: int, known: Sequence[str] = ()
+                     ) -> None:
+    """ways: the default, which are all unless there are more of them in `known`."""
+    parser.add_argument("--ways", nargs="+", choices=known or ways, default=list(ways), metavar="WAY",
                         help=f"the first is what others are compared with (default: {' '.join(ways)})")
     parser.add_argument("--rounds", type=_count, default=rounds, metavar="N", help=f"(default: {rounds})")
     parser.add_argument("--together", type=_count, metavar="N", help="measure so many ways side by side, the first "
@@ -177,7 +189,7 @@ def _refuse(problems: list[str]) -> None:
 def _shared(asked: argparse.Namespace, device: torch.device, *names: str) -> dict[str, object]:
     """Options of the work, and those called `names`."""
     small = device.type == "cpu"
-    found = {"model": asked.model or ("tiny" if small else "qwen3-0.6b"), "mean": asked.mean, "sigma": asked.sigma,
+    found = {"model": asked.model or asked.usual_models[small], "mean": asked.mean, "sigma": asked.sigma,
              "tokens": tuple(asked.tokens or ([128] if small else asked.usual_tokens)), "seed": asked.seed}
     given = vars(asked)
     return found | {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names}
@@ -189,7 +201,8 @@ def _step(asked: argparse.Namespace) -> int:
     rows = Rows(facts(device, asked.commit), asked.out)
     options = StepOptions(**_shared(  # type: ignore[arg-type]
         asked, device, "layers", "ways", "rounds", "calls", "part", "documents", "buckets", "attention", "together"))
-    return _finish(rows, lambda: bench_step(options, device, rows, Deadline(asked.seconds)), "bench step", STEP_COLUMNS)
+    return _finish(rows, lambda: bench_step(options, device, rows, Deadline(asked.seconds)), f"bench {asked.benchmark}",
+                   STEP_COLUMNS)
 
 
 def _attention(asked: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packgraph.bench.torch_layers import LayerStack, Rotary
+from packgraph.bench.torch_layers import LayerStack, Marks, Rotary, marks_of
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention_metadata import AttentionMetadata
 from packgraph.packing.batch import PackedBatch
@@ -23,24 +23,32 @@ Make = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[A
 
 
 class TensorLayer(nn.Module):
-    """A layer as a function of tensors alone. constants: what else it needs, which a graph bakes."""
+    """A layer as a function of tensors alone. constants, marks: what else it needs, which a graph bakes."""
 
-    def __init__(self, layer: nn.Module, constants: AttentionMetadata) -> None:
+    def __init__(self, layer: nn.Module, constants: AttentionMetadata, marks: Marks | None) -> None:
         super().__init__()
         self.layer = layer
-        self.longest, self.backend = constants.longest, constants.backend
+        self.masked = constants.mask is not None
+        self.constants = constants.longest, constants.backend, constants.finite_padding
+        self.capacity = None if marks is None else marks.capacity
 
     def forward(self, hidden: Tensor, *shared: Tensor) -> Tensor:
         """hidden: [T, H]; shared: as `shared_tensors` gives them. Returns [T, H]."""
-        cos, sin, cu_seqlens, padding, *mask = shared
-        metadata = AttentionMetadata(cu_seqlens, padding, mask[0] if mask else None, self.longest, self.backend)
-        return self.layer(hidden, (cos, sin), metadata)
+        cos, sin, cu_seqlens, padding, *rest = shared
+        mask, others = (rest[0], rest[1:]) if self.masked else (None, rest)
+        metadata = AttentionMetadata(cu_seqlens, padding, mask, *self.constants)
+        marks = None
+        if self.capacity is not None:
+            documents, labels = others
+            marks = Marks(padding, documents, labels, self.capacity)
+        return self.layer(hidden, (cos, sin), metadata, marks)
 
 
-def shared_tensors(rotary: Rotary, attention: AttentionMetadata) -> tuple[Tensor, ...]:
-    """Everything that all layers read, as tensors: cos, sin, boundaries, padding, and the mask if there is one."""
+def shared_tensors(rotary: Rotary, attention: AttentionMetadata, marks: Marks | None) -> tuple[Tensor, ...]:
+    """Everything that all layers read, as tensors: cos, sin, boundaries, padding, and mask and marks where they are."""
     mask = () if attention.mask is None else (attention.mask,)
-    return (*rotary, attention.cu_seqlens, attention.padding_mask, *mask)
+    read = () if marks is None else (marks.document_ids, marks.labels)
+    return (*rotary, attention.cu_seqlens, attention.padding_mask, *mask, *read)
 
 
 class GraphedCallables(LayerStack):
@@ -53,8 +61,9 @@ class GraphedCallables(LayerStack):
                  make: Make = torch.cuda.make_graphed_callables) -> None:
         state = model.stages()[0].run(model.begin(*arguments))
         constants: AttentionMetadata = state["attention"]
-        self.shared = tuple(tensor.detach().clone() for tensor in shared_tensors(state["rotary"], constants))
-        modules = tuple(TensorLayer(layer, constants) for layer in layers)
+        marks = marks_of(model, state)
+        self.shared = tuple(tensor.detach().clone() for tensor in shared_tensors(state["rotary"], constants, marks))
+        modules = tuple(TensorLayer(layer, constants, marks) for layer in layers)
         samples = tuple((torch.randn_like(state["hidden"]).requires_grad_(), *self.shared) for _ in modules)
         super().__init__(model, [])
         self.capacity = arguments[0].capacity
@@ -69,7 +78,8 @@ class GraphedCallables(LayerStack):
         return super().begin(batch, *args, **kwargs)
 
     def run_layers(self, state: State) -> State:
-        for static, now in zip(self.shared, shared_tensors(state["rotary"], state["attention"]), strict=True):
+        given = shared_tensors(state["rotary"], state["attention"], marks_of(self.model, state))
+        for static, now in zip(self.shared, given, strict=True):
             static.copy_(now)
         hidden = state["hidden"]
         for layer in self.graphed:

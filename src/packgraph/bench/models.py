@@ -10,10 +10,18 @@ import numpy as np
 import torch
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
+from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack_stream
+from packgraph.train.presets import moonlight, moonlight_tiny
+
+
+def _all_experts(model: DecoderConfig, layers: int) -> DecoderConfig:
+    """A slice of `model` whose layers all have experts."""
+    return dataclasses.replace(model, num_layers=layers, experts=dataclasses.replace(model.experts, first_dense=0))
+
 
 SHAPES = MappingProxyType({
     "tiny": DecoderConfig(vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4,
@@ -24,6 +32,8 @@ SHAPES = MappingProxyType({
                               num_heads=32, num_kv_heads=8, head_dim=128, tie_embeddings=True),
     "qwen3-8b": DecoderConfig(vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36,
                             num_heads=32, num_kv_heads=8, head_dim=128),
+    "moonlight": _all_experts(moonlight().model, 8),
+    "moonlight-tiny": _all_experts(moonlight_tiny().model, 2),
 })
 LONGEST = 8192
 WINDOW = 256  # documents that wait to be packed, as in the trainer
@@ -57,6 +67,9 @@ def draw_parameters(model: DecoderStack, seed: int) -> None:
             generator = torch.Generator(parameter.device)
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             parameter.normal_(0.0, model.config.initializer_range, generator=generator)
+        for block in moe_blocks([model]):  # buffers, which may lie in fresh memory
+            block.gate.reset_balance()
+            block.demand.zero_()
 
 
 def draw_lengths(count: int, limit: int, *, mean: float, sigma: float, seed: int) -> list[int]:

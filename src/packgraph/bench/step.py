@@ -20,10 +20,11 @@ from packgraph.bench.busy import busy_time
 from packgraph.bench.contest import Check, Contest, Sample, agreement, attempt_alone, groups
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared_gradients, zero_gradients
+from packgraph.bench.moe_ways import make_expert_way
 from packgraph.bench.parts import Work, build_part
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
 from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, time_block, time_calls
-from packgraph.bench.ways import Setting, Way, make_way, room_for_code
+from packgraph.bench.ways import Setting, Way, room_for_code
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 
@@ -152,7 +153,7 @@ class _StepBench:
         before = held_bytes(self.device)
 
         def upload() -> None:
-            ways[name] = make_way(name, self.setting)
+            ways[name] = make_expert_way(name, self.setting)
             self.batches[name] = [refit(batch, ways[name].capacity(batch)).to(self.device) for batch in self.draws]
 
         def first_calls() -> float:

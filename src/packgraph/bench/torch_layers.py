@@ -1,21 +1,45 @@
 """A decoder whose layers are modules of their own: what torch's tools for one module at a time are given.
 
-    state ─▶ embed ─▶ layer(hidden, rotary, attention) ─▶ ... ─▶ head          embed and head run as they are
+    state ─▶ embed ─▶ layer(hidden, rotary, attention, marks) ─▶ ... ─▶ head          embed and head run as they are
 
 `torch.compile` of each layer (regional compilation) with torch's own dynamic shapes: the number of documents and the
 longest of them become symbols when they first change, so attention gets the documents as they are and nothing is
 compiled again; the number of tokens stays a constant.
 """
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
 from packgraph.plan.stages import Stage, State, run_stages
 
 Rotary = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What layers with experts read of a batch, as tensors of their own: compiled code takes them as inputs.
+
+    padding_mask: bool [T]. document_ids: int [T]. labels: int [T]. capacity: of the batch.
+    """
+
+    padding_mask: Tensor
+    document_ids: Tensor
+    labels: Tensor
+    capacity: Capacity
+
+    @staticmethod
+    def of(batch: PackedBatch) -> "Marks":
+        """Those of `batch`."""
+        return Marks(batch.padding_mask, batch.document_ids, batch.labels, batch.capacity)
+
+
+LayerCall = Callable[[Tensor, Rotary, AttentionMetadata, Marks | None], Tensor]
 
 
 class Layer(nn.Module):
@@ -27,9 +51,11 @@ class Layer(nn.Module):
         # By name: a stage knows the number of its layer, which compiled code would take for a constant.
         self.methods = [stage.run.__name__ for stage in layer.stages()]  # type: ignore[operator]
 
-    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionMetadata) -> Tensor:
-        """hidden: [T, H]; rotary, attention: as in the decoder's state. Returns [T, H]."""
-        state: State = {"hidden": hidden, "rotary": rotary, "attention": attention}
+    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionMetadata, marks: Marks | None = None
+                ) -> Tensor:
+        """hidden: [T, H]; rotary, attention: as in the decoder's state; marks: for experts. Returns [T, H]."""
+        state: State = {"hidden": hidden, "rotary": rotary, "attention": attention, "batch": marks,
+                        "tokens_in_step": None}
         for method in self.methods:
             state = getattr(self.layer, method)(state)
         return state["hidden"]
@@ -38,11 +64,10 @@ class Layer(nn.Module):
 class LayerStack(nn.Module):
     """Computes what `model` does, through `layers` in place of its own.
 
-    layers: for each layer a function (hidden, rotary, attention) -> hidden.
+    layers: for each layer a function (hidden, rotary, attention, marks) -> hidden. The step is one microbatch.
     """
 
-    def __init__(self, model: DecoderStack, layers: Sequence[Callable[[Tensor, Rotary, AttentionMetadata], Tensor]]
-                 ) -> None:
+    def __init__(self, model: DecoderStack, layers: Sequence[LayerCall]) -> None:
         super().__init__()
         self.model, self.inner = model, list(layers)
 
@@ -61,11 +86,16 @@ class LayerStack(nn.Module):
         return run_stages(self, *args, **kwargs)
 
     def run_layers(self, state: State) -> State:
-        """All layers: reads hidden, rotary and attention; replaces hidden."""
-        hidden = state["hidden"]
+        """All layers: reads hidden, rotary, attention and batch; replaces hidden."""
+        hidden, marks = state["hidden"], marks_of(self.model, state)
         for layer in self.inner:
-            hidden = layer(hidden, state["rotary"], state["attention"])
+            hidden = layer(hidden, state["rotary"], state["attention"], marks)
         return {**state, "hidden": hidden}
+
+
+def marks_of(model: DecoderStack, state: State) -> Marks | None:
+    """The marks of a state's batch, if the model has experts that read them."""
+    return Marks.of(state["batch"]) if model.config.experts.enabled else None
 
 
 def layers_of(model: DecoderStack) -> list[Layer]:

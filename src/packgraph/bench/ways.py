@@ -8,6 +8,8 @@ made for one shape gets them in that shape:
     layer, chunk                         one capacity: the most tokens and documents that the packer makes
     whole-padded                         one capacity with 256 places for documents, as those who cannot know them take
     auto                                 the smallest of the buckets that the planner chose
+
+Further ways for models with experts: bench/moe_ways.py.
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ from packgraph.packing.capacity import Capacity, CapacitySet
 STEP_WAYS = ("eager", "compile", "reduce-overhead", "graphed-callables", "graphed-callables+compile", "whole-padded",
              "whole-padded+compile", "layer", "chunk", "layer+compile", "chunk+compile", "auto", "auto+compile")
 OURS = ("layer", "chunk", "auto")
+OWN_ATTENTION = (*OURS, "partial", "host-splits", "transformers")  # has what the library chooses, not torch's
 PADDED_DOCUMENTS = 256
 REMAINING_CALLS = 2
 
@@ -61,7 +64,7 @@ class Setting:
         if self.attention != "own":
             return self.attention
         torch_has_none = varlen_problems(weight.device, weight.dtype, *head_sizes(config))
-        return "auto" if torch_has_none or name.partition("+")[0] in OURS else "varlen"
+        return "auto" if torch_has_none or name.partition("+")[0] in OWN_ATTENTION else "varlen"
 
 
 class Way:
@@ -151,13 +154,16 @@ class Recorded(Way):
 
 
 class Graphed(Way):
-    """Graphs of this library: a bank that is captured before it is needed, replayed as the trainer does it."""
+    """Graphs of this library: a bank that is captured before it is needed, replayed as the trainer does it.
+
+    scope: stages that are captured, None for all.
+    """
 
     def __init__(self, name: str, work: Work, capacities: Sequence[Capacity], granularity: str,
-                 compile: bool | str) -> None:
+                 compile: bool | str, scope: Sequence[str] | None = None) -> None:
         super().__init__(name, work, capacities)
         self.call = self.graphed = graph(work.model, capacities=self.capacities, granularity=granularity, warmup=0,
-                                         slots=1, strict=True, compile=compile)
+                                         slots=1, strict=True, scope=scope, compile=compile)
         self.graphed.lends = work.hidden is not None  # as a pipeline does: gradients of hidden states stay in the slot
         self.used: dict[Capacity, PackedBatch] = {}
         self.by_autograd = 0

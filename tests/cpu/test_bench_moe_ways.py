@@ -1,0 +1,179 @@
+"""Ways of the step benchmark for layers with experts: every one computes what the model does, whatever it makes."""
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packgraph import cli
+from packgraph.bench.flops import model_flops
+from packgraph.bench.graphed_callables import GraphedCallables
+from packgraph.bench.models import SHAPES, draw_batches, refit, shape, squared_gradients, zero_gradients
+from packgraph.bench.moe_ways import EXPERT_WAYS, MOE_WAYS, Stashed, make_expert_way, partial_scope
+from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.rows import Rows, facts
+from packgraph.bench.step import StepOptions, bench_step
+from packgraph.bench.timing import Deadline
+from packgraph.bench.torch_layers import layers_of
+from packgraph.bench.transformers_layers import their_layers
+from packgraph.bench.ways import STEP_WAYS, Graphed, Recorded, Setting, Way, room_for_code
+from packgraph.bench.whole_graph import WholeGraph
+from packgraph.models.layers.moe import moe_blocks
+from packgraph.models.stack import DecoderStack
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+
+CPU = torch.device("cpu")
+ONE = Capacity(32, 6)
+EXACT = ("host-splits", "chunk", "partial", "chunk+stash")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def make(part: str, model: str = "moonlight-tiny") -> tuple[DecoderStack, list[PackedBatch], Setting]:
+    built = build_part(part, shape(model), CPU, torch.float32)
+    zero_gradients([built])
+    draws = draw_batches(ONE, 3, 300, mean=8, sigma=0.8, seed=0)
+    return built, draws, Setting(Work(built, 32, min(batch.num_tokens for batch in draws)), built, ONE, (ONE,),
+                                 compiler="aot_eager")
+
+
+def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: Work) -> list[tuple[float, float]]:
+    """Score of the output and norm of the gradients for each microbatch, after the way got ready."""
+    batches = [refit(batch, way.capacity(batch)) for batch in draws]
+    found = []
+    with room_for_code():
+        way.prepare(batches)
+        for batch in batches:
+            zero_gradients([model])
+            with way.steady():
+                found.append((work.score(way.run(batch)), squared_gradients([model]) ** 0.5))
+    assert way.complaint() is None
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[tuple[float, float]]]:
+    return {part: results(make_expert_way("eager", setting), model, draws, setting.work)
+            for part in ("layers", "model") for model, draws, setting in [make(part)]}
+
+
+@pytest.mark.parametrize(("part", "name"), [
+    *(("layers", name) for name in (*EXACT, "chunk+compile", "compile")),
+    ("model", "partial"), ("model", "chunk+stash")])
+def test_ways_compute_what_eager_does(expected: dict[str, Any], part: str, name: str) -> None:
+    model, draws, setting = make(part)
+    way = make_expert_way(name, setting)
+    found = results(way, model, draws, setting.work)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[part]), rtol=1e-5, atol=1e-7)
+    if name in EXACT:
+        assert found == expected[part]
+    if isinstance(way, Graphed):
+        assert way.graphed.stats.replayed >= len(draws) and not way.graphed.stats.fallbacks.get("capture failed")
+        assert bool(way.by_autograd) == (name.startswith("partial") and part == "layers")
+    way.close()
+
+
+def test_the_layers_of_transformers_share_values_and_gradients(expected: dict[str, Any]) -> None:
+    """Without a gradient of the losses that balance experts, which it has not: 1e-5 of the norm here."""
+    pytest.importorskip("transformers")
+    model, draws, setting = make("layers")
+    way = make_expert_way("transformers", setting)
+    found = results(way, model, draws, setting.work)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected["layers"]), rtol=1e-4, atol=1e-6)
+    way.close()
+
+
+def test_transformers_has_no_such_layers_without_latent_attention() -> None:
+    model, _, _ = make("layers", "tiny")
+    with pytest.raises(ValueError, match=r"for latent attention with experts \(DeepSeek-V3\) only"):
+        their_layers(model)
+
+
+def test_graphs_of_torch_take_what_experts_read(expected: dict[str, Any]) -> None:
+    """With functions that run again in place of graphs: all that a layer reads of a batch comes in as tensors."""
+    model, draws, setting = make("layers")
+
+    def again(run: Any) -> tuple[Any, Any]:
+        out: Tensor = run().clone()
+        return out, lambda: out.copy_(run())
+
+    def pretend(modules: tuple[Any, ...], samples: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert all(isinstance(value, Tensor) for sample in samples for value in sample)
+        return modules
+
+    own = twin(model, "auto")
+    work = setting.work.by(own)
+    for way in (Recorded("whole-padded", work, Capacity(32, 256), lambda batch: WholeGraph(work, batch, again)),
+                Recorded("graphed-callables", work, ONE, lambda batch: GraphedCallables(
+                    own, layers_of(own), work.arguments(batch), pretend))):
+        found = results(way, model, draws, setting.work)
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected["layers"]), rtol=1e-5, atol=1e-7)
+
+
+def test_a_stash_without_room_is_a_complaint_and_pages_are_counted() -> None:
+    _, draws, setting = make("layers")
+    way = make_expert_way("chunk+stash", setting)
+    assert isinstance(way, Stashed)
+    way.prepare([refit(batch, ONE) for batch in draws])
+    found = way.facts()
+    assert found["stash_pages"] == 2 and found["stash_bytes"] > 0  # one page of 64 rows for each of two layers
+    way.stash.pages.state.fill_(1)  # whatever is in it, an overflow among that
+    assert "rows found no page" in str(way.complaint())
+
+
+def test_ways_of_experts_need_experts() -> None:
+    _, _, setting = make("layers", "tiny")
+    for name in EXPERT_WAYS:
+        with pytest.raises(ValueError, match="is a way of running experts, but the model has none"):
+            make_expert_way(name, setting)
+    assert set(MOE_WAYS) <= {*STEP_WAYS, *EXPERT_WAYS} and not set(STEP_WAYS) & set(EXPERT_WAYS)
+
+
+def test_shapes_with_experts_are_slices_with_experts_in_every_layer() -> None:
+    for name in ("moonlight", "moonlight-tiny"):
+        config = SHAPES[name]
+        assert all(config.experts.has_layer(layer) for layer in range(config.num_layers))
+        assert "mlp" not in partial_scope(config)
+    model = build_part("layers", shape("moonlight-tiny"), CPU, torch.bfloat16)
+    for block in moe_blocks([model]):
+        gate = block.gate
+        assert gate.weight.dtype == torch.bfloat16 and gate.e_score_correction_bias is not None
+        assert gate.e_score_correction_bias.dtype == torch.float32
+        assert not gate.e_score_correction_bias.any() and not gate.load.any() and not block.demand.any()
+
+
+def test_operations_count_the_experts_that_a_token_is_routed_to() -> None:
+    config = SHAPES["moonlight"]
+    attention = 2048 * (16 * 192 + 512 + 64) + 512 * 16 * 256 + 16 * 128 * 2048
+    layer = attention + 2048 * (64 + 3 * 8 * 1408)
+    pairs = 1000 * 1001 // 2
+    assert model_flops(config, [1000], head=False) == 8 * (6 * layer * 1000 + 3 * 16 * 2 * (192 + 128) * pairs)
+
+
+def test_bench_moe_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tokens", "32", "--mean", "8", "--sigma", "0.5", "--rounds", "1", "--calls", "1", "--device", "cpu"]
+    assert cli.main(["bench", "moe", *words, "--ways", "host-splits", "eager"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["way"] for row in rows] == ["host-splits", "eager"]
+    assert all(row["benchmark"] == "step" and row["part"] == "layers" and row["model"] == "moonlight-tiny" and
+               row["reason"] is None and row["agrees"] for row in rows)
+    assert cli.main(["bench", "moe", "--help"]) == 0
+    assert "default: moonlight on CUDA" in " ".join(capsys.readouterr().out.split())
+
+
+def test_rows_of_experts_say_what_a_stash_takes() -> None:
+    options = StepOptions("moonlight-tiny", 1, (32,), ("host-splits", "chunk+stash"), rounds=1, calls=1, mean=8.0,
+                          sigma=0.8, part="layers", compiler="aot_eager")
+    rows = Rows(facts(CPU, "abc123"), write=False)
+    bench_step(options, CPU, rows, Deadline(None))
+    for row in rows.all:
+        json.dumps(row)
+        assert row["reason"] is None and row["agrees"]
+    assert rows.all[1]["stash_bytes"] > 0 and rows.all[1]["stash_pages"] == 1
