@@ -33,6 +33,7 @@ from packgraph.train.options import (
 VOCABULARY = 64
 CAPACITIES = (Capacity(32, 4), Capacity(64, 6), Capacity(128, 12))
 BUDGETS = (200, 60, 330, 120, 20)
+FEWEST = 5  # steps, of which two are warm-up: enough for all budgets
 EXPERTS = 4
 # Each ends a region of experts at another stage; granularity layer without a scope captures all of them.
 EXPERT_SCOPES = (("attn", "moe_router"), ("attn", "mlp", "moe_router", "moe_preprocess"), ("moe",))
@@ -74,14 +75,14 @@ def random_packs(seed: int) -> Iterator[PackedBatch]:
 
 
 def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
-    """Verify every combination for `steps` steps each; yields each report as it is done."""
+    """Verify every combination for `steps` steps each (scopes of experts: a third); yields reports as they are done."""
     for granularity, dropout in itertools.product(("layer", "chunk"), (0.0, 0.1)):
         title = f"granularity {granularity}, dropout {dropout}"
         config = tiny_config(granularity, dropout, steps)
         yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
     for granularity, scope in (("layer", None), ("chunk", None), *(("layer", scope) for scope in EXPERT_SCOPES)):
-        title = f"experts, granularity {granularity}, scope {'all' if scope is None else ' '.join(scope)}, dropout 0.1"
-        config = tiny_experts_config(granularity, 0.1, steps, scope)
+        title = f"experts, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, dropout 0.1"
+        config = tiny_experts_config(granularity, 0.1, steps if scope is None else max(steps // 3, FEWEST), scope)
         yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
 
 
@@ -101,7 +102,8 @@ def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
     Ranks of a pipeline hold two chunks each where a chunk is a region. The model has experts where replicas share them.
     """
     chunks = 2 if layout.pp > 1 and granularity == "chunk" else 1
-    parallel = ParallelConfig(dp=layout.dp, tp=layout.tp, pp=layout.pp, chunks=chunks, ep=layout.ep)
+    parallel = ParallelConfig(dp=layout.dp, tp=layout.tp, pp=layout.pp, chunks=chunks, ep=layout.ep,
+                              expert_room=float(layout.ep))  # enough for whatever is routed
     layers = max(2, layout.pp * chunks)
     if layout.ep > 1:
         config = tiny_experts_config(granularity, 0.1, steps)
