@@ -1,5 +1,10 @@
 """Ways of the step benchmark for layers with experts: every one computes what the model does, whatever it makes."""
 import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +12,7 @@ import torch
 from torch import Tensor
 
 from packgraph import cli
+from packgraph.bench.command import _parser, _problems
 from packgraph.bench.flops import model_flops
 from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.models import SHAPES, draw_batches, refit, shape, squared_gradients, zero_gradients
@@ -26,6 +32,7 @@ from packgraph.packing.capacity import Capacity
 
 CPU = torch.device("cpu")
 ONE = Capacity(32, 6)
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "h200_moe.sh"
 EXACT = ("host-splits", "chunk", "partial", "chunk+stash")
 
 
@@ -177,3 +184,23 @@ def test_rows_of_experts_say_what_a_stash_takes() -> None:
         json.dumps(row)
         assert row["reason"] is None and row["agrees"]
     assert rows.all[1]["stash_bytes"] > 0 and rows.all[1]["stash_pages"] == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
+def test_the_script_for_a_gpu_tests_first_and_runs_ways_that_there_are(tmp_path: Path) -> None:
+    def lines(**environment: str) -> list[list[str]]:
+        found = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, check=True,
+                               env=os.environ | {"OUT": str(tmp_path), "PYTHON": "echo"} | environment)
+        return [shlex.split(line) for line in found.stdout.splitlines()]
+
+    tests, pieces, *benchmarks = lines(COMMIT="abc123", LIMIT="600")
+    assert tests[:3] == ["-m", "pytest", "-q"] and all((SCRIPT.parents[1] / file).exists() for file in tests[-2:])
+    assert pieces[:3] == ["benchmarks/moe_experts.py", "--seconds", "25"]
+    asked = [_parser().parse_args(words[3:]) for words in benchmarks]
+    assert all(not _problems(one) and one.benchmark == "moe" and one.part == "layers" and one.commit == "abc123"
+               and one.ways[0] == "host-splits" for one in asked)
+    assert [one.tokens for one in asked[:3]] == [[1024], [4096], [16384]], "the whole grid before anything else"
+    assert {way for one in asked for way in one.ways} == set(MOE_WAYS)
+    assert all(one[:2] == ["-m", "pytest"] or one[0] == "benchmarks/moe_experts.py" for one in lines(LIMIT="20"))
+    assert "not run, the limit of 20 seconds is near" in (tmp_path / "h200_moe_own.log").read_text()
+    assert lines(TESTS="0")[0][0] == "benchmarks/moe_experts.py"
