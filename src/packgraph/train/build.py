@@ -51,7 +51,8 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
-        if config.parallel.dispatcher_name == "padded" or stash is not None:
+        # On all ranks or on none, whatever layers a rank has: they agree about every update together.
+        if config.parallel.dispatcher_name == "padded" or config.parallel.expert_stash:
             optimizer.overflow = Overflow(model.chunks, mesh.everyone(), optimizer.learning_rate.device, stash)
     return optimizer
 
