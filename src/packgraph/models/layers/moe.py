@@ -52,8 +52,9 @@ class Gate(nn.Module):
         self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In float32: rounded logits would make ties, and choices that differ between layouts."""
-        return F.linear(x.float(), self.weight.float())
+        """In float32, under autocast too: rounded logits would make ties, and choices that differ between layouts."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.weight.float())
 
     def reset_balance(self) -> None:
         """A bias of zero, and nothing counted."""
@@ -89,9 +90,19 @@ class MoEBlock(nn.Module):
         self.experts = Experts(config.experts.count, config.hidden_size, config.experts.intermediate_size)
         width = config.experts.shared * config.experts.intermediate_size
         self.shared_experts = GatedMLP(config.hidden_size, width, config.merge_projections) if width else None
-        self.dispatcher: Dispatcher = LocalDispatcher(config.experts.count)
+        self.dispatcher = LocalDispatcher(config.experts.count)
         self.stash: Stash | None = None
         self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """How tokens get to the experts."""
+        return self._dispatcher[0]
+
+    @dispatcher.setter
+    def dispatcher(self, dispatcher: Dispatcher) -> None:
+        # In a tuple, which graphs look at: they have baked its shapes, and must notice that there is another one.
+        self._dispatcher = (dispatcher,)
 
     def run_router(self, state: State, x: Tensor) -> State:
         """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden, counts the load."""
