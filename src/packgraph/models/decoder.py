@@ -1,5 +1,5 @@
 """Decoders by their config: a stack of layers, whole or one pipeline stage of it."""
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from packgraph.models.stack import DecoderStack
 from packgraph.plan.chunks import split_layers
 from packgraph.plan.stages import Stage
 
-__all__ = ["DecoderConfig", "DecoderModel", "named_stages"]
+__all__ = ["DecoderConfig", "DecoderModel", "named_stages", "parts_without"]
 
 
 class DecoderModel(DecoderStack):
@@ -51,3 +51,15 @@ def named_stages(config: DecoderConfig) -> Sequence[Stage]:
     with torch.device("meta"):
         indices = sorted({0, config.num_layers - 1})
         return DecoderStack(config, {index: DecoderLayer(config, index) for index in indices}).stages()
+
+
+def parts_without(config: DecoderConfig, parts: int, names: Collection[str]) -> list[int]:
+    """Which of `parts` pipeline stages of a decoder have no stage of these names; without weights, as above."""
+    found = []
+    with torch.device("meta"):
+        for number, indices in enumerate(split_layers(config.num_layers, parts, head_cost(config))):
+            layers = {index: DecoderLayer(config, index) for index in sorted({indices[0], indices[-1]})}
+            stack = DecoderStack(config, layers, first=number == 0, last=number == parts - 1)
+            if not any(stage.name in names for stage in stack.stages()):
+                found.append(number)
+    return found

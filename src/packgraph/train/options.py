@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from packgraph.models.decoder import DecoderConfig, named_stages
+from packgraph.models.decoder import DecoderConfig, named_stages, parts_without
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import tensor_problems
@@ -314,6 +314,9 @@ def _pipeline_problems(config: TrainConfig) -> list[str]:
         f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is on the last one only; add "
         "attn or mlp": config.graph.enabled and config.graph.scope == ("head",),
     }
+    if config.graph.enabled and config.graph.scope is not None and model.num_layers >= stages * chunks:
+        lone = parts_without(model, stages * chunks, expand_scope(config.graph.scope))
+        problems[f"graph.scope leaves nothing to capture on parts {lone} of {cut}: add attn"] = bool(lone)
     return [text for text, wrong in problems.items() if wrong]
 
 
@@ -325,6 +328,8 @@ def _expert_problems(config: TrainConfig) -> list[str]:
     waits = parallel.dispatcher_name == "host_splits"
     named = sorted(expand_scope(graph.scope) & set(MOE_STAGES) - {"moe_router"}) if graph.scope is not None else []
     problems = {
+        f"parallel.tp = {parallel.tp} with parallel.sequence is not there yet with experts, whose router needs all "
+        "rows of a microbatch; set parallel.sequence = false": parallel.splits_rows,
         f"parallel.ep = {parallel.ep} does not divide model.experts.count = {experts.count}":
             experts.count % parallel.ep > 0,
         f"parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, so {', '.join(named)} "
