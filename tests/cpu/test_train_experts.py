@@ -8,6 +8,7 @@ from trainkit import tiny, trainer
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.layers.moe import moe_blocks
+from packgraph.plan.stash import pages_for
 from packgraph.train.options import ParallelConfig, disagreements
 from packgraph.train.signals import StopRequest
 
@@ -66,3 +67,16 @@ def test_a_stash_in_compiled_code_is_refused():
                for problem in disagreements(config(stash=1.1, compile=True), "cpu"))
     with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
         ParallelConfig(expert_stash=0.5)
+
+
+def test_pages_are_for_the_microbatches_that_are_in_flight(tmp_path):
+    """One at a time where there is no pipeline: every page more is memory wasted."""
+    settings = config(stash=1.0, granularity="layer")
+    run = trainer(tmp_path / "run", settings)
+    try:
+        blocks = moe_blocks(run.model.chunks)
+        tokens = max(capacity.tokens for capacity in settings.graph.packing_capacities())
+        expected = pages_for(tokens, EXPERTS.per_token, len(blocks), 1, 1.0, blocks[0].stash.page_rows)
+        assert blocks[0].stash.pages.pages == expected
+    finally:
+        run.close()

@@ -14,8 +14,6 @@ from packgraph.plan.slots import slot_counts
 from packgraph.plan.stash import pages_for
 from packgraph.train.options import TrainConfig
 
-MIXED = 4  # microbatches in flight where nothing bounds them
-
 
 def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device) -> Stash | None:
     """The stash of all layers with experts of this rank, attached to them; None where there is none."""
@@ -26,7 +24,7 @@ def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torc
     columns = {(dtype, config.model.hidden_size): 1}
     columns[dtype, 2 * experts.intermediate_size] = columns.get((dtype, 2 * experts.intermediate_size), 0) + 1
     records = sum(len(moe_blocks([chunk])) * slots
-                  for chunk, slots in zip(model.chunks, _in_flight(config, mesh, len(model.chunks)), strict=True))
+                  for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True))
     auto = config.graph.capacities == "auto"
     tokens = config.buckets.max_tokens if auto else max(c.tokens for c in config.graph.packing_capacities())
     stash.allocate(pages_for(tokens, experts.per_token, records, 1, config.parallel.expert_stash, stash.page_rows),
@@ -42,8 +40,8 @@ def share(stash: Stash, model: ModelChunks) -> None:
         stash.attach(block)
 
 
-def _in_flight(config: TrainConfig, mesh: Mesh, chunks: int) -> list[int]:
+def _in_flight(mesh: Mesh, chunks: int) -> list[int]:
     """Microbatches between forward and backward, for each chunk."""
     if mesh.size("pp") > 1:
         return list(slot_counts(mesh.size("pp"), chunks)[mesh.place["pp"]])
-    return [(config.graph.slots or MIXED) if config.graph.granularity != "step" else 1] * chunks
+    return [1] * chunks  # the backward follows at once, however many slots there are
