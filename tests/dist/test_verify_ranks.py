@@ -34,8 +34,10 @@ from packgraph.diagnose.verify import VerifyReport
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
+from packgraph.train.expert_balance import ExpertBalance
 
 DP2, TP2, PP2 = Layout(dp=2), Layout(dp=1, tp=2), Layout(dp=1, pp=2)
+EP2, EP4, PP2_EP2 = Layout(dp=2, ep=2), Layout(dp=4, ep=4), Layout(dp=2, pp=2, ep=2)
 KINDS = [FIRST_WEIGHTS, LOSS, GRADIENTS, NORM, PARAMETERS, COPIES, STATE]
 
 
@@ -56,7 +58,7 @@ def both(mesh, settings):
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "granularity", "dtype"), [
     (TP2, "layer", "float32"), (DP2, "layer", "float32"), (DP2, "chunk", "bfloat16"), (PP2, "layer", "float32"),
-    (PP2, "chunk", "float32"), (PP2, "step", "float32")])
+    (PP2, "chunk", "float32"), (PP2, "step", "float32"), (EP2, "layer", "float32")])
 def test_right_runs_are_bitwise_equal_and_those_of_one_process(layout, granularity, dtype):
     first, second = run_ranks(both, 2, config(layout, granularity, dtype=dtype), layout=layout)
     assert first == second, "all ranks know what every rank has found"
@@ -72,6 +74,47 @@ def test_right_runs_are_bitwise_equal_and_those_of_one_process(layout, granulari
 def test_tensor_parallel_pipelines_are_verified():
     layout = Layout(dp=1, pp=2, tp=2)
     assert all(report.good for report in run_ranks(both, 4, config(layout, steps=4), layout=layout, seconds=120.0))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "granularity"), [(EP4, "chunk"), (PP2_EP2, "layer"), (PP2_EP2, "step")], ids=str)
+def test_replicas_of_any_layout_that_share_experts_are_verified(layout, granularity):
+    assert all(report.good for report in run_ranks(both, 4, config(layout, granularity), layout=layout, seconds=120.0))
+
+
+@pytest.mark.dist
+def test_a_step_that_lacks_room_for_experts_is_made_again_before_it_is_compared():
+    made = config(EP2, "chunk", steps=3)
+    tight = dataclasses.replace(made, parallel=dataclasses.replace(made.parallel, expert_room=1.0))
+    first, second = run_ranks(both, 2, tight, layout=EP2)
+    assert first == second and first.good
+    assert first.ranks[0].made_again == first.ranks[1].made_again > 0
+    assert "with more room for experts" in printed(first)
+
+
+def biases_left_alone(mesh, settings):
+    """From the second step on, eager training moves no bias of a router on rank 1."""
+    original, calls = ExpertBalance.update, []
+
+    def update(self, skip=None):
+        calls.append(None)
+        before = [gate.e_score_correction_bias.clone() for gate in self._gates]
+        original(self, skip)
+        if mesh.rank == 1 and len(calls) == 3:
+            for gate, bias in zip(self._gates, before, strict=True):
+                gate.e_score_correction_bias.copy_(bias)
+
+    with mock.patch.object(ExpertBalance, "update", update):
+        return verify_ranks("biases", settings, packs, CPU, mesh, one_process=False, budget=budget_of)
+
+
+@pytest.mark.dist
+def test_biases_of_routers_are_compared():
+    report, _ = run_ranks(biases_left_alone, 2, config(EP2, steps=3), layout=EP2)
+    (first, *_) = report.found("parameters")
+    assert (first.rank, first.difference.step) == (1, 2)
+    assert first.difference.name == "layers.1.mlp.gate.e_score_correction_bias"
 
 
 def disturbed_on_the_second_rank(mesh, settings):
@@ -225,9 +268,9 @@ def test_the_first_difference_is_the_one_that_came_up_first():
 
 
 def test_every_layout_of_a_number_of_processes_is_tried():
-    assert layouts_of(2) == [DP2, TP2, PP2]
-    assert {(layout.dp, layout.pp, layout.tp) for layout in layouts_of(4)} == {
-        (4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1), (1, 2, 2), (1, 4, 1)}
+    assert layouts_of(2) == [DP2, TP2, PP2, EP2]
+    assert {(layout.dp, layout.pp, layout.tp, layout.ep) for layout in layouts_of(4)} == {
+        (4, 1, 1, 1), (2, 1, 2, 1), (1, 1, 4, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 4, 1, 1), (4, 1, 1, 4), (2, 2, 1, 2)}
 
 
 @pytest.mark.dist

@@ -3,10 +3,12 @@
 Rank 0 also holds the whole model, trained eagerly by itself: same first weights, same microbatches of all replicas, no
 dropout. Sums over ranks are rounded in another order than sums in one process, so equal bits cannot be asked for, and
 two trainings that differ in the last bit drift apart: Adam divides a gradient by its own size, so an element that is
-hardly more than rounding moves by a full step, in either direction. Hence the comparison goes step by step:
+hardly more than rounding moves by a full step, in either direction; and a token whose scores for two experts are equal
+but for rounding may go to another one. Hence the comparison goes step by step:
 
     same weights    ─▶ loss and gradients of both     compared; what may differ is what one step rounds
-    same gradients  ─▶ update of both                 compared; the single process takes over the gradients of the run
+    same gradients  ─▶ update of both                 compared; the single process has taken over the run's gradients,
+                                                      and now takes over its weights, biases and optimizer state
 
 The invariant: by induction over the steps, a report within its limits means that losses, gradients, weights and
 optimizer state of the run are those of one process, up to rounding of a single step.
@@ -169,13 +171,19 @@ def _compare_and_take_gradients(step: int, run: Side, alone: Side | None, whole:
         report.note(GRADIENTS, step, f"{name} (not in the run)", float("inf"))
 
 
+@torch.no_grad()
 def _compare(kind: str, step: int, run: Side, alone: Side | None, report: OneProcessReport,
              tensors_of: Callable[[Side], Mapping[str, Tensor]]) -> None:
-    """Compare what `tensors_of` gives for both, tensor by tensor. Collective."""
+    """Compare what `tensors_of` gives for both, tensor by tensor; then the single process goes on with the run's.
+
+    Collective.
+    """
     expected = {} if alone is None else dict(tensors_of(alone))
     for name, found in collect(run.mesh, tensors_of(run)):
         known = expected.pop(name, None)
         report.note(kind, step, name if known is not None else f"{name} (only in the run)",
                     relative_distance(found, known) if known is not None else float("inf"))
+        if known is not None and known.shape == found.shape:
+            known.copy_(found)
     for name in expected:
         report.note(kind, step, f"{name} (not in the run)", float("inf"))
