@@ -93,13 +93,27 @@ def test_groups_follow_the_axes():
     assert all(alone for _, _, alone in results)
 
 
+@given(*[st.integers(1, 3)] * 5)
+def test_groups_of_replicas_and_ranks_that_share_rows_divide_the_ranks(edp, ep, pp, cp, tp):
+    layout = Layout(dp=edp * ep, pp=pp, cp=cp, tp=tp, ep=ep)
+    places = [layout.coordinates(rank) for rank in range(edp * ep * pp * cp * tp)]
+    for axis, size in (("dp_cp", edp * ep * cp), ("edp_cp", edp * cp)):
+        groups = layout.replica_ranks()[axis]
+        assert sorted(rank for group in groups for rank in group) == list(range(len(places)))
+        assert all(len(group) == size and group == sorted(group) for group in groups)
+        for group in groups:
+            alike = {(places[rank]["pp"], places[rank]["tp"]) for rank in group}
+            experts = {places[rank]["dp"] % ep for rank in group}
+            assert len(alike) == 1 and (axis == "dp_cp" or len(experts) == 1)
+
+
 def sum_over_experts(mesh):
     sums = {}
-    for axis in ("dp", "ep", "edp"):
+    for axis in ("dp", "ep", "edp", "dp_cp", "edp_cp"):
         value = torch.tensor([mesh.rank])
         if mesh.group(axis) is not None:
             dist.all_reduce(value, group=mesh.group(axis))
-            assert mesh.place[axis] == dist.get_rank(mesh.group(axis))
+            assert mesh.place.get(axis, dist.get_rank(mesh.group(axis))) == dist.get_rank(mesh.group(axis))
             assert mesh.size(axis) == dist.get_world_size(mesh.group(axis))
         sums[axis] = int(value)
     return sums
@@ -111,6 +125,17 @@ def sum_over_experts(mesh):
     (Layout(ep=4), [(6, 6, 0), (6, 6, 1), (6, 6, 2), (6, 6, 3)]), (Layout(), [(6, rank, 6) for rank in range(4)]),
     (Layout(tp=2, ep=2), [(2, 2, 0), (4, 4, 1), (2, 2, 2), (4, 4, 3)])], ids=str)
 def test_groups_of_experts(layout, sums):
+    """Without rows that are shared, the joined axes are dp and edp."""
+    assert [tuple(found.values()) for found in run_ranks(sum_over_experts, 4, layout=layout)] == [
+        (*found, found[0], found[2]) for found in sums]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("layout", "sums"), [
+    (Layout(cp=2), [(2, 0, 2, 6, 6), (4, 1, 4, 6, 6), (2, 2, 2, 6, 6), (4, 3, 4, 6, 6)]),
+    (Layout(cp=2, ep=2), [(2, 2, 0, 6, 1), (4, 4, 1, 6, 1), (2, 2, 2, 6, 5), (4, 4, 3, 6, 5)]),
+    (Layout(cp=2, tp=2), [(0, 0, 0, 2, 2), (1, 1, 1, 4, 4), (2, 2, 2, 2, 2), (3, 3, 3, 4, 4)])], ids=str)
+def test_groups_of_ranks_that_share_rows(layout, sums):
     assert [tuple(found.values()) for found in run_ranks(sum_over_experts, 4, layout=layout)] == sums
 
 

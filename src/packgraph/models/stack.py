@@ -6,9 +6,10 @@ A pipeline stage is a stack of consecutive layers. Only the first has the embedd
 states of the stage before, and their `embed` makes just the tables that all layers share. Only the last has a head;
 the others end with hidden states.
 
-State: batch and tokens_in_step from `begin`; hidden [T, H], rotary (cos, sin) and attention (metadata) from
-`embed`; the head leaves loss alone. Padding rows of hidden start as exact zeros, so that nothing a padding
-token holds reaches a result, and stay finite from there on; their gradients are zeros from the head on.
+State: batch, tokens_in_step and, where the row is spread over ranks, context from `begin`; hidden [T, H], rotary (cos,
+sin) and attention (metadata) from `embed`; the head leaves loss alone. Padding rows of hidden start as exact zeros, so
+that nothing a padding token holds reaches a result, and stay finite from there on; their gradients are zeros from the
+head on.
 """
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
 from packgraph.models.sizes import head_sizes, rotary_width
 from packgraph.ops.attention import BackendChoice, attention_metadata, choose_backend
+from packgraph.ops.context import ContextGroup, own_rows
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
@@ -49,6 +51,7 @@ class DecoderStack(nn.Module):
         super().__init__()
         self.config, self.first, self.last = config, first, last
         self.split_rows = False  # whether hidden states are this rank's rows only (sequence parallelism)
+        self.context, self.contexts = 1, dict[int, ContextGroup]()  # set by parallel/context.py
         if first or (last and config.tie_embeddings):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
@@ -63,8 +66,18 @@ class DecoderStack(nn.Module):
         """The [V, H] matrix of the head."""
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
 
-    def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None) -> State:
+    def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None,
+              context: int | None = None) -> State:
+        size = self.context if context is None else context
+        if size != 1 and size not in self.contexts:
+            raise ValueError(f"rows cannot be spread over {size} ranks: this model knows groups of "
+                             f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context")
         state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
+        if size != 1:
+            if batch.capacity.tokens % size:
+                raise ValueError(f"a row of {batch.capacity.tokens} tokens cannot be spread evenly over {size} ranks; "
+                                 "use capacities whose tokens are a multiple of them")
+            state["context"] = self.contexts[size]
         return state if hidden is None else {**state, "hidden": hidden}
 
     def stages(self) -> Sequence[Stage]:
@@ -75,17 +88,23 @@ class DecoderStack(nn.Module):
     def end(self, state: State) -> Tensor:
         return state["loss" if self.last else "hidden"]
 
-    def forward(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None,
+                context: int | None = None) -> Tensor:
         """Sum of the token losses of `batch` divided by `tokens_in_step`: 0-d float32.
 
         tokens_in_step: 0-d int64 or float32 on the batch's device, the labels that count in the whole step;
         None takes this batch's own count. A count of 0 divides by 1. hidden: [T, H] from the pipeline stage before,
         for every stage but the first. A stage that is not the last returns its hidden states [T, H].
+        context: a host constant, the number of ranks that the row is spread over, all of which get the whole batch;
+        None = as many as the model was spread over. Hidden states are then this rank's rows [T / context, H], and the
+        loss is the sum over them. Raises ValueError for a number that the model has no group for or that does not
+        divide T.
         """
-        return run_stages(self, batch, tokens_in_step, hidden)
+        return run_stages(self, batch, tokens_in_step, hidden, context)
 
     def logits(self, batch: PackedBatch) -> Tensor:
-        """Logits [T, V] of all rows; those of padding rows mean nothing but are finite."""
+        """Logits [T, V] of all rows (of this rank's, where rows are spread); those of padding mean nothing but are
+        finite."""
         state = self.begin(batch)
         for stage in self.stages()[:-1]:
             state = stage.run(state)
@@ -93,17 +112,19 @@ class DecoderStack(nn.Module):
 
     def run_embed(self, state: State) -> State:
         """Stage `embed`: token embeddings, zero in padding (first stage only); rotary tables; attention metadata."""
-        batch = state["batch"]
+        batch, context = state["batch"], state.get("context")
+        tokens, padding, positions = (
+            own_rows(x, context) for x in (batch.tokens, batch.padding_mask, batch.position_ids))
         hidden: Tensor = state["hidden"] if not self.first else embed(
-            batch.tokens, batch.padding_mask, self.embed_tokens.weight, split_rows=self.split_rows)
-        rotary = self.rotary(batch.position_ids, hidden.dtype)
-        return {**state, "hidden": hidden, "rotary": rotary,
-                "attention": attention_metadata(batch, self.attention_choice(hidden.dtype).name, finite_padding=True)}
+            tokens, padding, self.embed_tokens.weight, split_rows=self.split_rows)
+        metadata = attention_metadata(batch, self.attention_choice(hidden.dtype).name, finite_padding=True,
+                                      context=context)
+        return {**state, "hidden": hidden, "rotary": self.rotary(positions, hidden.dtype), "attention": metadata}
 
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the loss is left in the state."""
         labels = state["batch"].labels
-        total = head_cross_entropy(self.norm(state["hidden"]), self.head_weight, labels)
+        total = head_cross_entropy(self.norm(state["hidden"]), self.head_weight, own_rows(labels, state.get("context")))
         tokens = state["tokens_in_step"]
         tokens = token_count(labels) if tokens is None else tokens
         return {"loss": total / tokens.clamp(min=1)}

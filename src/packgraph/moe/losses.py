@@ -7,6 +7,9 @@ Only P has a gradient, and it is linear in the tokens' shares:
 
 So nothing is summed per document but integers. The sum over tokens has a fixed order, the gradient of a token is its
 price: no atomics on floats, same bits in every run, and one document's scores never touch another's gradient.
+
+Where a row is spread over ranks (`context`), tokens are those of this rank, whose share of the loss comes out; counts
+are summed over the ranks.
 """
 from typing import Any
 
@@ -14,37 +17,39 @@ import torch
 from torch import Tensor
 
 from packgraph.moe.balance import count_keys
+from packgraph.ops.context import ContextGroup, total
 
 TINY = 1e-20
 
 
-def load_loss(scores: Tensor, experts: Tensor, valid: Tensor) -> Tensor:
+def load_loss(scores: Tensor, experts: Tensor, valid: Tensor, context: ContextGroup | None = None) -> Tensor:
     """Balance loss over all tokens of a microbatch (Switch Transformer, arXiv 2101.03961), 1 if balanced: 0-d float32.
 
     scores: float32 [T, E], not negative (softmax or sigmoid); a token's shares are its scores divided by their sum.
     experts: int [T, k], the choice, -1 = none. valid: bool [T], False = padding. 0 with zero gradients if all is
     padding. Differentiable in scores.
     """
-    return _balance_loss(scores, experts, torch.where(valid, 0, 1), 1)
+    return _balance_loss(scores, experts, torch.where(valid, 0, 1), 1, context)
 
 
-def document_loss(scores: Tensor, experts: Tensor, document_ids: Tensor, valid: Tensor, documents: int) -> Tensor:
+def document_loss(scores: Tensor, experts: Tensor, document_ids: Tensor, valid: Tensor, documents: int,
+                  context: ContextGroup | None = None) -> Tensor:
     """Balance loss of each document by itself, averaged over documents that have tokens: 0-d float32.
 
     The sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437), with each document of the pack as a sequence.
     document_ids: int [T], in [0, N) where valid. documents: N, a static bound. The rest as in `load_loss`.
     """
-    return _balance_loss(scores, experts, torch.where(valid, document_ids, documents).long(), documents)
+    return _balance_loss(scores, experts, torch.where(valid, document_ids, documents).long(), documents, context)
 
 
-def z_loss(logits: Tensor, valid: Tensor) -> Tensor:
+def z_loss(logits: Tensor, valid: Tensor, context: ContextGroup | None = None) -> Tensor:
     """Mean over valid tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906): 0-d float32.
 
     logits: float32 [T, E], may hold anything in padding rows. valid: bool [T]. 0 if all is padding.
     """
     clean = torch.where(valid[:, None], logits, 0.0)
     squares = clean.logsumexp(dim=-1).square()
-    return torch.where(valid, squares, 0.0).sum() / valid.sum().clamp(min=1)
+    return torch.where(valid, squares, 0.0).sum() / total(valid.sum(), context).clamp(min=1)
 
 
 def attach(hidden: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -80,21 +85,25 @@ def naive_z_loss(logits: Tensor, valid: Tensor) -> Tensor:
     return torch.log(logits.exp().sum(dim=-1)).square().mean() if len(logits) else logits.sum()
 
 
-def _balance_loss(scores: Tensor, experts: Tensor, segments: Tensor, count: int) -> Tensor:
+def _balance_loss(scores: Tensor, experts: Tensor, segments: Tensor, count: int, context: ContextGroup | None
+                  ) -> Tensor:
     """segments: int64 [T], the segment of each token, `count` = none."""
-    return _PricedShares.apply(scores, _prices(experts, segments, count, scores.shape[1]), segments)
+    return _PricedShares.apply(scores, _prices(experts, segments, count, scores.shape[1], context), segments)
 
 
 @torch.no_grad()
-def _prices(experts: Tensor, segments: Tensor, count: int, num_experts: int) -> Tensor:
+def _prices(experts: Tensor, segments: Tensor, count: int, num_experts: int, context: ContextGroup | None) -> Tensor:
     """What one unit of a token's share adds to the loss: float32 [count + 1, E], 0 in the last row (padding).
 
     E * f / (tokens of the segment * segments with tokens), since P is a mean over the segment's tokens.
     """
     inside = segments < count
-    tokens = count_keys(segments, inside, count + 1).float()[:, None]
+    tokens = count_keys(segments, inside, count + 1)[:, None]
     keys = segments[:, None] * num_experts + experts
     chosen = count_keys(keys, inside[:, None] & (experts >= 0), (count + 1) * num_experts).view(-1, num_experts)
+    if context is not None:
+        chosen, tokens = total(torch.cat((chosen, tokens), dim=1), context).split((num_experts, 1), dim=1)
+    tokens = tokens.float()
     present = (tokens > 0).sum()
     fractions = chosen / (tokens * experts.shape[1]).clamp(min=1)
     return fractions * (num_experts / (tokens * present).clamp(min=1))

@@ -6,6 +6,9 @@
     ep      |0 1 2 3|0 1 2 3|     EP = 4: consecutive replicas that share the experts of a layer
     edp     |0      |1      |     replicas of the same experts: dp = edp * EP + ep
 
+    cp      |0 1|           ranks that share every row of their replica
+    dp_cp   all ranks of dp x cp: each has its own tokens, so gradients are summed over all of them; edp_cp: of edp x cp
+
 dp: replicas that see different documents; pp: stages of the pipeline; cp: parts of a row of tokens; tp: parts of every
 matrix; ep: parts of the experts of every layer, within dp. The invariant: every process computes the same layout from
 the same numbers, and an impossible one is refused with all reasons before any process group exists.
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("dp", "pp", "cp", "tp")
+JOINED = {"dp_cp": "dp", "edp_cp": "edp"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,16 @@ class Layout:
             rank //= getattr(self, axis)
         return {axis: place[axis] for axis in AXES}
 
+    def replica_ranks(self) -> dict[str, list[list[int]]]:
+        """The ranks of every group along `dp_cp` (they hold the same parameters) and along `edp_cp` (the same
+        experts), in ascending order; the layout must be resolved."""
+        found: dict[str, dict[tuple[int, ...], list[int]]] = {"dp_cp": {}, "edp_cp": {}}
+        for rank in range((self.dp or 1) * self.pp * self.cp * self.tp):
+            place = self.coordinates(rank)
+            found["dp_cp"].setdefault((place["pp"], place["tp"]), []).append(rank)
+            found["edp_cp"].setdefault((place["dp"] % self.ep, place["pp"], place["tp"]), []).append(rank)
+        return {axis: list(groups.values()) for axis, groups in found.items()}
+
     def expert_ranks(self) -> dict[str, list[list[int]]]:
         """The ranks of every group along `ep` (they exchange tokens) and along `edp` (they hold the same experts), in
         the order of their places; the layout must be resolved."""
@@ -81,14 +95,15 @@ class Mesh:
     """This process's place among all of them.
 
     place: along each axis, `ep` and `edp` too. devices: torch's mesh, None when there is one process only.
-    expert_groups: this rank's groups along `ep` and `edp`, where experts are shared.
+    made: this rank's groups that are no axis of it: along `ep` and `edp` where experts are shared, along `dp_cp` and
+    `edp_cp` where rows are.
     """
 
     layout: Layout
     rank: int
     place: Mapping[str, int]
     devices: DeviceMesh | None
-    expert_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    made: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
@@ -96,7 +111,9 @@ class Mesh:
         return self.size("dp") * self.size("pp") * self.size("cp") * self.size("tp")
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`; `edp`: replicas that hold the same experts, dp / ep."""
+        """Ranks along `axis`; `edp`: replicas that hold the same experts, dp / ep; `dp_cp`, `edp_cp`: times cp."""
+        if axis in JOINED:
+            return self.size(JOINED[axis]) * self.size("cp")
         if axis == "edp":
             return self.size("dp") // self.size("ep")
         return int(getattr(self.layout, axis))
@@ -105,8 +122,10 @@ class Mesh:
         """The process group of this rank along `axis`; None where the axis has one rank, so nothing is to be sent."""
         if self.devices is None or self.size(axis) == 1:
             return None
+        if axis in JOINED:
+            return self.made[axis] if self.size("cp") > 1 else self.group(JOINED[axis])
         if axis in ("ep", "edp") and self.size("ep") > 1:
-            return self.expert_groups[axis]
+            return self.made[axis]
         return self.devices.get_group("dp" if axis == "edp" else axis)
 
     def everyone(self) -> dist.ProcessGroup | None:
@@ -137,7 +156,7 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
     resolved, rank = layout.resolved(dist.get_world_size()), dist.get_rank()
     sizes = tuple(int(getattr(resolved, axis)) for axis in AXES)
     devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    return Mesh(resolved, rank, _place(resolved, rank), devices, _expert_groups(resolved, rank))
+    return Mesh(resolved, rank, _place(resolved, rank), devices, _made_groups(resolved, rank))
 
 
 def _place(layout: Layout, rank: int) -> dict[str, int]:
@@ -145,15 +164,14 @@ def _place(layout: Layout, rank: int) -> dict[str, int]:
     return place | {"ep": place["dp"] % layout.ep, "edp": place["dp"] // layout.ep}
 
 
-def _expert_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's groups along `ep` and `edp`. Collective: all ranks make all groups, in one order."""
+def _made_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
+    """This rank's groups that are no axis of torch's mesh. Collective: all ranks make all groups, in one order."""
     mine: dict[str, dist.ProcessGroup] = {}
-    if layout.ep == 1:
-        return mine
-    for axis, groups in layout.expert_ranks().items():
+    wanted = (layout.expert_ranks() if layout.ep > 1 else {}) | (layout.replica_ranks() if layout.cp > 1 else {})
+    for axis, groups in wanted.items():
         for ranks in groups:
-            # A communicator of their own even where ranks are those of dp: reductions of gradients, which start in the
-            # middle of a backward, must not stand in one queue with the exchange of tokens.
+            # A communicator of their own even where ranks are those of dp or cp: reductions of gradients, which start
+            # in the middle of a backward, must not stand in one queue with the exchange of tokens or of heads.
             made = dist.new_group(ranks) if len(ranks) > 1 else None
             if rank in ranks and made is not None:
                 mine[axis] = made

@@ -44,11 +44,12 @@ class Pipeline:
 
     chunks: the graphed modules of this rank, by chunk; chunk c is virtual stage c * ranks + rank. Called as
     module(batch, tokens_in_step) in the first stage and module(batch, tokens_in_step, hidden [T, width]) in the others;
-    returns hidden states, or the loss in the last stage. width, dtype: of the hidden states. row_parts: tensor parallel
-    ranks that share the rows of the hidden states (sequence parallel); each has T // row_parts of them. group:
-    microbatch group size of the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends
-    and receives, as one graph per combination of microbatch shapes (granularity `step`); a combination that does not
-    fit into the bank, or cannot be captured on every rank, runs by the chunks' graphs, counted in `step_stats`.
+    returns hidden states, or the loss in the last stage. width, dtype: of the hidden states. row_parts: ranks that
+    share the rows of the hidden states (context parallel, and tensor parallel with sequence); each has T // row_parts
+    of them. group: microbatch group size of the interleaved schedule. whole_steps: capture the rank's whole schedule,
+    with its sends and receives, as one graph per combination of microbatch shapes (granularity `step`); a combination
+    that does not fit into the bank, or cannot be captured on every rank, runs by the chunks' graphs, counted in
+    `step_stats`.
     """
 
     def __init__(self, chunks: Sequence[GraphedModule], links: Links, width: int, dtype: torch.dtype,

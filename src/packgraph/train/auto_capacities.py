@@ -72,14 +72,16 @@ def bucket_request(config: TrainConfig, *, batch: int | None = None, device: tor
                            overlong=config.data.overlong)
     tile = next(tile for tile in MULTIPLES if buckets.max_tokens % tile == 0 and (
         tile == 1 or buckets.max_tokens >= FEWEST_SIZES * tile))
-    multiple = math.lcm(tile, parallel.tp if parallel.splits_rows else 1)
+    multiple = math.lcm(tile, parallel.row_parts)
     layers = -(-model.num_layers // (parallel.pp * parallel.chunks))
     slots = max(map(sum, slot_counts(parallel.pp, parallel.chunks))) if parallel.pp > 1 else config.graph.slots or 1
     return BucketRequest(
         policy=policy, max_tokens=buckets.max_tokens, max_buckets=buckets.max_count, multiple=multiple,
-        cost=decoder_cost(model, parallel.tp, FLASH4 if _attention(config, device) == "flash" else CostModel()),
+        cost=decoder_cost(model, parallel.tp * parallel.cp,
+                          FLASH4 if _attention(config, device) == "flash" else CostModel()),
         slots=slots, layers=layers, graph_bytes=graph_bytes(layers),
-        pool_bytes=DecoderMemory(model, layers, 2 if config.run.dtype == "bfloat16" else 4, parallel.tp),
+        pool_bytes=DecoderMemory(model, layers, 2 if config.run.dtype == "bfloat16" else 4, parallel.tp,
+                                 parallel.cp),
         budget=_budget(config, device))
 
 

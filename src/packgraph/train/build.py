@@ -11,6 +11,7 @@ import torch
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import DecoderModel
 from packgraph.moe.dispatchers import make_dispatcher
+from packgraph.parallel.context import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
@@ -33,12 +34,14 @@ def build_model(config: TrainConfig, device: torch.device) -> DecoderModel:
 
 
 def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> ModelChunks:
-    """This rank's chunks of the model of a run, in training mode, split over the tensor parallel ranks of `mesh`."""
+    """This rank's chunks of the model of a run, in training mode, spread over the ranks of `mesh`."""
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
     models = _build(config, device, stages, ranks * chunks)
     for model in models if mesh.size("tp") > 1 else ():
         parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
+    for model in models if mesh.size("cp") > 1 else ():
+        spread_context(model, mesh)
     for model in models if config.model.experts.enabled else ():
         split_experts(model, mesh, partial(
             make_dispatcher, config.parallel.dispatcher_name, factor=config.parallel.expert_room))
@@ -49,7 +52,7 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     """The optimizer of these chunks; its update moves the routers' biases, too. Make it before the executor."""
     optimizer = Optimizer(model.named_parameters(), config.optimizer, mesh)
     if config.model.experts.enabled:
-        optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp"))
+        optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp_cp"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
         # On all ranks or on none, whatever layers a rank has: they agree about every update together.
         if config.parallel.dispatcher_name == "padded" or config.parallel.expert_stash:

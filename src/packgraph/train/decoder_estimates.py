@@ -20,7 +20,8 @@ MEASURED_LAYERS, MEASURED_HEADS, MEASURED_WEIGHTS = 28, 16 * 128, 596_000_000
 class DecoderMemory:
     """Bytes of the pool that graphs of a decoder need, from its shape, until a run measures them.
 
-    layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and columns (tp).
+    layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and columns (tp). rows: ranks
+    that share rows (cp); in attention they share heads instead, which is as much.
     A layer keeps for every token 6 vectors of the hidden size, those of attention (`_attention_columns`) and of the
     feed-forward branch (`_feed_forward_columns`); the loss keeps a gradient of the head and one chunk of logits. Within
     15 % of what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures); not measured for latent attention and experts.
@@ -30,15 +31,16 @@ class DecoderMemory:
     layers: int
     itemsize: int
     parts: int = 1
+    rows: int = 1
 
     def __call__(self, capacity: Capacity) -> int:
         """Bytes for graphs of `capacity`."""
-        model = self.model
+        model, tokens = self.model, capacity.tokens // self.rows
         branches = _attention_columns(model) + _feed_forward_columns(model)
         per_token = 6 * model.hidden_size + branches / self.parts
-        logits = min(capacity.tokens, rows_per_chunk(model.vocab_size)) * model.vocab_size * (4 + 2 * self.itemsize + 2)
+        logits = min(tokens, rows_per_chunk(model.vocab_size)) * model.vocab_size * (4 + 2 * self.itemsize + 2)
         head = 4 * model.vocab_size * model.hidden_size
-        return round(self.layers * per_token * self.itemsize * capacity.tokens + (logits + head) / self.parts)
+        return round(self.layers * per_token * self.itemsize * tokens + (logits + head) / self.parts)
 
 
 def graph_bytes(layers: int) -> int:
@@ -49,8 +51,8 @@ def graph_bytes(layers: int) -> int:
 def decoder_cost(model: DecoderConfig, parts: int = 1, measured: CostModel | None = None) -> CostModel:
     """The measured model's cost scaled to `model`: launches by layers, tokens by weights, attention by heads.
 
-    parts: ranks that share heads and columns (tp). measured: cost of the measured model, with torch's varlen attention
-    by default.
+    parts: ranks that share heads and columns (tp), or rows and in attention heads (cp). measured: cost of the measured
+    model, with torch's varlen attention by default.
     """
     measured = measured or CostModel()
     layers = model.num_layers / MEASURED_LAYERS

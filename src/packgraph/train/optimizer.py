@@ -25,9 +25,9 @@ TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_n
 class Optimizer:
     """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device.
 
-    mesh: where the processes are, all of which make an optimizer; the replicas along `dp` (of experts: along `edp`)
-    share the work and the state, and what several stages along `pp` hold by the same name is one parameter. Making an
-    optimizer moves the parameters into flat buffers, so make it before graphs are captured.
+    mesh: where the processes are, all of which make an optimizer; the replicas along `dp` (of experts: along `edp`) and
+    the ranks along `cp` share the work and the state, and what several stages along `pp` hold by the same name is one
+    parameter. Making an optimizer moves the parameters into flat buffers, so make it before graphs are captured.
     """
 
     balance: ExpertBalance | None = None  # moves the routers' biases, as a part of every update
@@ -37,7 +37,8 @@ class Optimizer:
                  mesh: Mesh | None = None) -> None:
         self._mesh, named = mesh or single_process(), list(named_parameters)
         ties = tie_groups(self._mesh, [name for name, parameter in named if parameter.requires_grad])
-        self.flat = FlatParameters(named, self._mesh.group("dp"), ties=ties, experts=self._mesh.group("edp"))
+        self.flat = FlatParameters(named, self._mesh.group("dp_cp"), ties=ties,
+                                   experts=self._mesh.group("edp_cp"))
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from packgraph.models.decoder import DecoderConfig, named_stages, parts_without
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.context import context_problems
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import tensor_problems
 from packgraph.plan.memory_budget import budget_bytes
@@ -142,7 +143,8 @@ class GraphConfig:
 class ParallelConfig:
     """How a run is spread over the processes that torchrun starts.
 
-    dp: replicas that train on different packs; none = all processes that tp and pp leave over.
+    dp: replicas that train on different packs; none = all processes that cp, tp and pp leave over.
+    cp: ranks that every row of tokens is spread over; in attention they share the heads instead.
     tp: parts that every matrix is split into.
     pp: ranks of the pipeline.
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles, more transfers.
@@ -157,6 +159,7 @@ class ParallelConfig:
     """
 
     dp: int | None = None
+    cp: int = 1
     tp: int = 1
     pp: int = 1
     chunks: int = 1
@@ -167,7 +170,7 @@ class ParallelConfig:
     expert_stash: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes = {"dp": 1 if self.dp is None else self.dp, "tp": self.tp, "pp": self.pp,
+        sizes = {"dp": 1 if self.dp is None else self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp,
                  "chunks": self.chunks, "ep": self.ep, "expert_room": self.expert_room}
         problems = {f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()}
         problems[f"dispatcher = local sends nothing, but ep = {self.ep} ranks share the experts; use padded or "
@@ -178,7 +181,7 @@ class ParallelConfig:
 
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        return Layout(dp=self.dp, pp=self.pp, tp=self.tp, ep=self.ep)
+        return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep)
 
     @property
     def dispatcher_name(self) -> str:
@@ -189,8 +192,13 @@ class ParallelConfig:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether hidden states are a part of the rows on each rank."""
+        """Whether hidden states are a part of the rows on each tensor parallel rank."""
         return self.sequence and self.tp > 1
+
+    @property
+    def row_parts(self) -> int:
+        """Ranks that share the rows of hidden states."""
+        return self.cp * (self.tp if self.splits_rows else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +300,7 @@ def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
     if not (config.graph.enabled and config.graph.optimizer):
         return []
     parallel, granularity = config.parallel, config.graph.granularity
-    replicas = parallel.dp or max(1, world // (parallel.pp * parallel.tp))
+    replicas = parallel.dp or max(1, world // (parallel.pp * parallel.cp * parallel.tp))
     problems = {
         f"graph.optimizer needs graph.granularity = step, not {granularity}: no other graph lasts until the update":
             granularity != "step",
@@ -356,10 +364,15 @@ def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
         found += tensor_problems(config.model, parallel.tp)
     found += _expert_problems(config)
     known = [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
-    odd = [capacity.tokens for capacity in known if capacity.tokens % parallel.tp]
-    if parallel.splits_rows and odd:
+    odd = ", ".join(str(capacity.tokens) for capacity in known if capacity.tokens % parallel.row_parts)
+    if parallel.cp > 1:
+        found += context_problems(config.model, parallel.cp, parallel.tp)
+        found += [f"parallel.cp = {parallel.cp} spreads every row over {parallel.row_parts} ranks (cp x tp where "
+                  f"parallel.sequence holds), so the tokens of capacities must be a multiple of that, not {odd}"] if \
+            odd else []
+    elif odd:
         found.append(f"parallel.tp = {parallel.tp} with parallel.sequence needs capacities whose tokens are a multiple "
-                     f"of it, not {', '.join(map(str, odd))}; or set parallel.sequence = false")
+                     f"of it, not {odd}; or set parallel.sequence = false")
     return found
 
 

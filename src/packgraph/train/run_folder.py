@@ -34,7 +34,8 @@ FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_
                   "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
                   "graph.memory_budget",
                   "graph.strict", "graph.scope", "graph.granularity", "graph.optimizer", "graph.autotune", "data.path",
-                  "run.init_from", "parallel.dp", "parallel.tp", "parallel.pp", "parallel.chunks", "parallel.sequence")
+                  "run.init_from", "parallel.dp", "parallel.cp", "parallel.tp", "parallel.pp", "parallel.chunks",
+                  "parallel.sequence")
 
 DECAY = "optimizer.decay_steps"
 # What may be changed on the way by saying so: a loss that is no number asks for it.

@@ -46,7 +46,7 @@ class StageExecutor(Executor):
         self._pipeline = Pipeline(
             self._graphed, links, config.model.hidden_size, getattr(torch, config.run.dtype), device,
             whole_steps=options.granularity == "step" and options.enabled,
-            row_parts=mesh.size("tp") if config.parallel.splits_rows else 1)
+            row_parts=config.parallel.row_parts)
 
     def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
                  before_last: BeforeLast | None = None) -> Tensor:

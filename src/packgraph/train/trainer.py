@@ -249,7 +249,7 @@ class Trainer:
         if self.mesh.world == 1:
             return torch.stack([loss, norm, torch.zeros_like(loss), blocked])
         wish = torch.full_like(loss, float(stop))
-        # All ranks of a replica know its loss: one of them tells it.
+        # All stages and tensor parallel ranks know the loss of their rows: one of them tells it.
         tells = self.mesh.place["tp"] == 0 and self.mesh.place["pp"] == 0
         totals = torch.stack([loss if tells else torch.zeros_like(loss), wish])
         dist.all_reduce(totals)

@@ -26,6 +26,7 @@ from packgraph.moe.experts import Experts
 from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
 from packgraph.moe.routing import drop_beyond, route
 from packgraph.moe.stash import Stash
+from packgraph.ops.context import ContextGroup, own_rows
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.plan.stages import State
@@ -107,7 +108,7 @@ class MoEBlock(nn.Module):
     def run_router(self, state: State, x: Tensor) -> State:
         """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden, counts the load."""
         batch: PackedBatch = state["batch"]
-        settings, padding = self.settings, batch.padding_mask
+        settings, padding = self.settings, own_rows(batch.padding_mask, state.get("context"))
         logits = self.gate(x)
         scored = route(logits, padding, self.gate.e_score_correction_bias, settings)
         routing = scored.routing
@@ -120,22 +121,25 @@ class MoEBlock(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.gate.load.add_(expert_counts(scored.routing.experts, settings.count))
-            loss = self._loss(logits, scored.scores, scored.routing.experts, batch)
+            loss = self._loss(logits, scored.scores, scored.routing.experts, batch, state.get("context"))
             if loss is not None:
                 found["hidden"] = attach(state["hidden"], loss, share_of_step(state))
         return found
 
-    def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor, batch: PackedBatch) -> Tensor | None:
-        """The auxiliary loss of a microbatch, each part a mean over its tokens or documents."""
-        settings, valid = self.settings, ~batch.padding_mask
+    def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor, batch: PackedBatch,
+              context: ContextGroup | None) -> Tensor | None:
+        """The auxiliary loss of a microbatch, each part a mean over its tokens or documents; of this rank's rows, their
+        share of it."""
+        settings = self.settings
+        valid, document_ids = ~own_rows(batch.padding_mask, context), own_rows(batch.document_ids, context)
         parts = []
         if settings.load_loss:
-            parts.append(settings.load_loss * load_loss(scores, experts, valid))
+            parts.append(settings.load_loss * load_loss(scores, experts, valid, context))
         if settings.document_loss:
-            parts.append(settings.document_loss * document_loss(scores, experts, batch.document_ids, valid,
-                                                                batch.capacity.documents))
+            parts.append(settings.document_loss * document_loss(scores, experts, document_ids, valid,
+                                                                batch.capacity.documents, context))
         if settings.z_loss:
-            parts.append(settings.z_loss * z_loss(logits, valid))
+            parts.append(settings.z_loss * z_loss(logits, valid, context))
         return torch.stack(parts).sum() if parts else None
 
     def run_preprocess(self, state: State) -> State:

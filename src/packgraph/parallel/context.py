@@ -1,0 +1,43 @@
+"""Context parallelism: every row of tokens spread over the ranks of one mesh axis.
+
+    one replica, cp = 2    rank 0   rows 0 .. T/2 - 1     everything but attention works on these alone
+                           rank 1   rows T/2 .. T - 1     attention: ops/context.py
+
+All ranks of the axis get the same whole batch (boundaries, tokens, labels: a few bytes per token) and take their rows
+on the device, so nothing depends on lengths on the host. Parameters are copies; a rank's gradients are those of its
+tokens, and are summed over `dp_cp` of the mesh, once per step, with the gradients of other replicas.
+
+The invariant: the place of a rank in its group of a certain size never changes, so this size, a constant of the call,
+says all that a graph bakes.
+"""
+from typing import Any
+
+from packgraph.ops.context import ContextGroup
+from packgraph.parallel.mesh import Mesh
+
+
+def context_problems(config: Any, ranks: int, heads_split: int = 1) -> list[str]:
+    """All reasons why rows of a decoder of `config` cannot be spread over `ranks`.
+
+    heads_split: tensor parallel ranks, each of which has that part of the heads.
+    """
+    heads, share = config.num_heads // heads_split, f" / tp {heads_split}" if heads_split > 1 else ""
+    if heads % ranks:
+        return [f"context parallelism over {ranks} ranks shares the heads among them in attention, so num_heads "
+                f"({config.num_heads}{share}) must be a multiple of {ranks}"]
+    return []
+
+
+def spread_context(model: Any, mesh: Mesh) -> None:
+    """Let `model`, a decoder or some layers of one, spread its rows over the `cp` ranks of `mesh`, in place.
+
+    Nothing is sent. The tokens of every capacity must be a multiple of the ranks (with sequence parallelism: times tp).
+    To be called after `parallel.tensor.parallelize` and before graphs are captured. Raises ValueError with all reasons.
+    """
+    ranks, group = mesh.size("cp"), mesh.group("cp")
+    problems = context_problems(model.config, ranks, mesh.size("tp"))
+    if problems:
+        raise ValueError("; ".join(problems))
+    if group is not None:
+        model.contexts[ranks] = ContextGroup(ranks, mesh.place["cp"], group.group_name)
+        model.context = ranks
