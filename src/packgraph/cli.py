@@ -39,13 +39,14 @@ Options, with the defaults of {preset}:"""
 VERIFY_INTRODUCTION = """usage: packgraph verify [PRESET] [--steps N] [--config FILE] [--section.option VALUE ...]
        torchrun --nproc-per-node N -m packgraph.cli verify [PRESET] [--parallel.tp N ...] [--skip-one-process] ...
 
-Train twice, eagerly and through captured graphs, and compare loss, gradients, parameters and random states after every
-step, bit by bit. Without PRESET: a small model under all granularities, with and without dropout. Exit code 1 on a
-difference.
+Train twice, eagerly and through captured graphs, and compare loss, gradients, parameters, buffers (biases of routers)
+and random states after every step, bit by bit. Without PRESET: a small model under granularity layer and chunk, with
+and without dropout, and one with latent attention and experts under several scopes. Exit code 1 on a difference.
 
-Under torchrun every rank compares its own, at the layout of --parallel.dp, .tp and .pp (without PRESET: at every layout
-of that many processes). The run is then also compared with one process: losses, gradients, weights and optimizer
-state must be equal within rounding, whose limits are printed. For that, rank 0 holds the whole model once more.
+Under torchrun every rank compares its own, at the layout of --parallel.dp, .tp, .pp and .ep (without PRESET: at every
+layout of that many processes). A step that lacks room for experts is made again with more, in both runs. The run is
+then also compared with one process: losses, gradients, weights and optimizer state must be equal within rounding, whose
+limits are printed. For that, rank 0 holds the whole model once more.
 
   --steps N           optimizer steps to compare (default: 50 for a preset, 30 for each run without one)
   --skip-one-process  leave out the comparison with one process
@@ -58,7 +59,8 @@ slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no d
     packgraph plan --ranks 4 --chunks 2 --microbatches 8 --svg plan.svg
     packgraph plan --ranks 2 --microbatches 4 --capacities 1024,2048 --buckets 0,1,0,0
 
-`packgraph plan DATA` chooses buckets for the lengths of documents instead; see `packgraph plan stdlib --help`."""
+`packgraph plan DATA` chooses buckets for the lengths of documents instead, and with --world N shares out one step's
+documents to ranks (dynamic context parallelism); see `packgraph plan stdlib --help`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -291,16 +293,22 @@ def _plan_parser() -> argparse.ArgumentParser:
 
 def _plan_data(words: list[str]) -> int:
     from packgraph.train.config import ConfigError
-    from packgraph.train.plan_data import INTRODUCTION, as_run_options, own_options, plan_data
-    from packgraph.train.presets import PRESETS
+    from packgraph.train.plan_context import context_options, plan_data_context
+    from packgraph.train.plan_data import as_run_options, introduction, own_options, plan_data
 
     asked, rest = own_options(words)
+    context, rest = context_options(rest)
     config, own = _read(as_run_options(rest))
     if own.help or config is None:
-        print(INTRODUCTION.format(preset=next(iter(PRESETS))))
+        print(introduction())
         return 0
     if own.resume or own.steps is not None:
         raise ConfigError(["--resume and --steps are no options of `packgraph plan`"])
+    if context is not None:
+        if asked.batch is not None:
+            raise ConfigError(["--batch: chooses buckets, and --world shares out documents; give one of them"])
+        print(plan_data_context(config, context, asked.json), end="")
+        return 0
     print(plan_data(config, asked.batch, asked.json), end="")
     return 0
 
@@ -373,7 +381,7 @@ def _presets(words: list[str]) -> int:
     if words and words[0] not in ("-h", "--help"):
         raise ConfigError([f"{word!r}: `packgraph presets` takes no arguments" for word in words])
     for name, make in PRESETS.items():
-        print(f"{name:12} {(make.__doc__ or '').splitlines()[0]}")
+        print(f"{name:{max(map(len, PRESETS))}} {(make.__doc__ or '').splitlines()[0]}")
     return 0
 
 
