@@ -94,14 +94,11 @@ def _snug(order: Sequence[int], lengths: Sequence[int], request: ContextRequest,
     waiting, bins = list(order), []
     while waiting:
         longest, others = waiting[0], waiting[1:]
-        # The longest and the shortest: large pieces, and what closes gaps.
-        half = PARTNERS // 2
-        others = others if len(others) <= PARTNERS else others[:half] + others[-half:]
         found: list[tuple[float, float, int, list[int]]] = []
         for size in sizes:
             room = size * request.tokens - lengths[longest]
             if room >= 0:
-                company = _fullest(others, lengths, room)[: request.places[-1] - 1]
+                company = fullest(others, lengths, room)[: request.places[-1] - 1]
                 filled = lengths[longest] + sum(lengths[document] for document in company)
                 found.append((size * extra(size) / filled, -filled / size, size, company))
         _, _, size, company = min(found)
@@ -111,11 +108,14 @@ def _snug(order: Sequence[int], lengths: Sequence[int], request: ContextRequest,
     return bins
 
 
-def _fullest(documents: Sequence[int], lengths: Sequence[int], room: int) -> list[int]:
+def fullest(documents: Sequence[int], lengths: Sequence[int], room: int) -> list[int]:
     """Documents whose tokens come closest to `room` from below; of several choices one with the first documents.
 
-    Bit n of a set of bits says whether some of the documents have n tokens together.
+    documents: longest first; of more than PARTNERS only the longest and the shortest are looked at, large pieces and
+    what closes gaps. Bit n of a set of bits says whether some of them have n tokens together.
     """
+    if len(documents) > PARTNERS:
+        documents = [*documents[: PARTNERS // 2], *documents[-PARTNERS // 2 :]]
     mask, sums = (1 << (room + 1)) - 1, [1]
     for document in reversed(documents):
         sums.append((sums[-1] | sums[-1] << lengths[document]) & mask)

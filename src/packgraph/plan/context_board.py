@@ -26,15 +26,17 @@ class Row:
 
 
 class Board:
-    """Rows of one step. Only `put`, `take` and `open` change it, and they keep `loads` and the shelves right.
+    """Rows of one step. Only `open`, `merge`, `put` and `take` change it, and they keep `loads` and the shelves right.
 
     lengths: tokens of each document. chain: sizes, ascending. loads: microseconds per rank. used: rows per rank.
-    shelves: for each block (free tokens, number of row), ascending, of rows that may take one more document.
+    rows: by number. shelves: for each block (free tokens, number of row), ascending, of rows that may take one more
+    document.
     """
 
     def __init__(self, lengths: Sequence[int], request: ContextRequest, chain: Sequence[int]) -> None:
         self.lengths, self.request, self.chain = lengths, request, tuple(chain)
-        self.rows: list[Row] = []
+        self.rows: dict[int, Row] = {}
+        self._opened = 0
         self.loads = [0.0] * request.world
         self.used = [0] * request.world
         self.row_of: dict[int, Row] = {}
@@ -46,13 +48,30 @@ class Board:
 
     def open(self, size: int, first: int) -> Row:
         """A new empty row on the block of `size` ranks from `first`."""
-        row = Row(len(self.rows), size, first, size * self.request.tokens, self.request.places[0])
-        self.rows.append(row)
+        row = Row(self._opened, size, first, size * self.request.tokens, self.request.places[0])
+        self.rows[row.number] = row
+        self._opened += 1
         for rank in range(first, first + size):
             self.used[rank] += 1
         self._add(row, self.empty_us[size])
         insort(self.shelves.setdefault((size, first), []), (row.room, row.number))
         return row
+
+    def merge(self, parts: Sequence[Row]) -> Row:
+        """One row of all ranks of `parts`, sibling blocks that make up a block, with their documents."""
+        documents = [document for row in parts for document in row.documents]
+        for document in documents:
+            self.take(document)
+        for row in parts:
+            self._unshelve(row)
+            del self.rows[row.number]
+            self._add(row, -self.empty_us[row.size])
+            for rank in range(row.first, row.first + row.size):
+                self.used[rank] -= 1
+        whole = self.open(sum(row.size for row in parts), min(row.first for row in parts))
+        for document in documents:
+            self.put(document, whole)
+        return whole
 
     def load(self, size: int, first: int) -> float:
         """Of the busiest rank of a block."""
@@ -61,7 +80,8 @@ class Board:
     @property
     def free_share(self) -> float:
         """Of all places for tokens."""
-        return sum(row.room for row in self.rows) / (sum(row.size for row in self.rows) * self.request.tokens)
+        places = sum(row.size for row in self.rows.values()) * self.request.tokens
+        return sum(row.room for row in self.rows.values()) / places
 
     def step_us(self, row: Row) -> float:
         """What one more document costs `row` in places (0 if there is one free)."""

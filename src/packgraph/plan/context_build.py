@@ -12,35 +12,86 @@ So several openings are tried (`context_bins`).
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from packgraph.plan.context_bins import Bin, Opening
+from packgraph.plan.context_bins import Bin, Opening, fullest
 from packgraph.plan.context_board import Board, Row
 from packgraph.plan.context_request import ContextRequest
 
 
-def build(opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int, *, tight: bool = False
+def build(opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int, *, snug: bool = False
           ) -> tuple[Board, list[int]]:
     """Rows of so many waves, and the documents that this opening found no place for.
 
-    tight: give documents to the tightest rows, where choosing by time leaves some over.
+    snug: fill rows one after another as full as can be, where choosing by time leaves documents over.
     """
     board = Board(lengths, request, opening.chain)
     left = _place(board, opening.bins, waves)
     for first in range(0, request.world, opening.smallest):
         for _ in range(waves - board.used[first]):
             board.open(opening.smallest, first)
-    return board, left + fill(board, opening.alone, tight)
+    return board, left + fill(board, _snugly(board, opening.alone) if snug else opening.alone)
 
 
-def fill(board: Board, documents: Sequence[int], tight: bool = False) -> list[int]:
+def fill(board: Board, documents: Sequence[int]) -> list[int]:
     """Add documents, in this order, to rows that there are; returns those that no row has room for."""
-    nodes, choose, left = board.nodes(), _tightest if tight else _earliest, []
+    nodes, left = board.nodes(), []
     for document in documents:
-        row = choose(board, board.lengths[document], nodes)
+        row = _earliest(board, board.lengths[document], nodes)
         if row is None:
             left.append(document)
         else:
             board.put(document, row)
     return left
+
+
+def merge(board: Board, documents: Sequence[int]) -> list[int]:
+    """Find room for documents by making rows of sibling blocks one row, as small as may be; returns those left.
+
+    Rows that are nearly full have room together that none of them has alone.
+    """
+    left = []
+    for document in documents:
+        parts = _roomy_siblings(board, board.lengths[document])
+        if parts is None:
+            left.append(document)
+        else:
+            board.put(document, board.merge(parts))
+    return left
+
+
+def _roomy_siblings(board: Board, length: int) -> list[Row] | None:
+    """Rows of the roomiest blocks of one size below the same block, the smallest that have `length` tokens of room."""
+    for part, size in zip(board.chain, board.chain[1:]):
+        found: list[tuple[float, list[Row]]] = []
+        for first in range(0, board.request.world, size):
+            shelves = [board.shelves.get((part, start)) for start in range(first, first + size, part)]
+            rows = [board.rows[shelf[-1][1]] for shelf in shelves if shelf]
+            if len(rows) == len(shelves) and sum(row.room for row in rows) >= length and sum(
+                    len(row.documents) for row in rows) < board.request.places[-1]:
+                found.append((board.load(size, first), rows))
+        if found:
+            return min(found, key=lambda one: one[0])[1]
+    return None
+
+
+def _snugly(board: Board, documents: Sequence[int]) -> list[int]:
+    """Fill rows, those with least room first, with the longest document that fits and the best company for it.
+
+    documents: longest first. Returns those that are left.
+    """
+    waiting = list(documents)
+    for row in sorted(board.rows.values(), key=lambda row: (row.room, row.number)):
+        while len(row.documents) < board.request.places[-1]:
+            longest = next((document for document in waiting if board.lengths[document] <= row.room), None)
+            if longest is None:
+                break
+            others = [document for document in waiting if document != longest]
+            company = fullest(others, board.lengths, row.room - board.lengths[longest])
+            taken = [longest, *company][: board.request.places[-1] - len(row.documents)]
+            for document in taken:
+                board.put(document, row)
+            known = set(taken)
+            waiting = [document for document in waiting if document not in known]
+    return waiting
 
 
 def _place(board: Board, bins: Sequence[Bin], waves: int) -> list[int]:
@@ -80,16 +131,4 @@ def _earliest(board: Board, length: int, nodes: Sequence[tuple[int, int]]) -> Ro
                     time = load + board.step_us(board.rows[number])
                     if time < best_time:
                         best, best_time = board.rows[number], time
-    return best
-
-
-def _tightest(board: Board, length: int, nodes: Sequence[tuple[int, int]]) -> Row | None:
-    """The row that has least room left with one more document of `length` tokens."""
-    best, least = None, board.request.longest + 1
-    for node in nodes:
-        shelf = board.shelves.get(node)
-        if shelf and shelf[-1][0] >= length:
-            room, number = shelf[bisect_left(shelf, (length, -1))]
-            if room < least:
-                best, least = board.rows[number], room
     return best

@@ -18,7 +18,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.plan.context_bins import Opening, openings
 from packgraph.plan.context_board import Board, Row
 from packgraph.plan.context_bound import ContextBound, lower_bound
-from packgraph.plan.context_build import build, fill
+from packgraph.plan.context_build import build, fill, merge
 from packgraph.plan.context_request import ContextRequest
 from packgraph.plan.context_search import improve
 
@@ -182,19 +182,23 @@ def _built(opening: Opening, lengths: Sequence[int], request: ContextRequest, wa
            ) -> Board | None:
     """The board of an opening if it has a place for all documents; of those `taken`, for the first one of them.
 
-    Choosing rows by time may leave documents over; rows are then filled as tightly as can be, and search does the rest.
+    Choosing rows by time may leave documents over. Rows are then also filled as full as can be, and where all documents
+    must have a place, rows are merged until they have; the better of both is returned.
     """
     found: Board | None = None
-    for tight in (False, True):
-        board, left = build(opening, lengths, request, waves, tight=tight)
+    for snug in (False, True):
+        board, left = build(opening, lengths, request, waves, snug=snug)
+        full = not left
         if taken is not None:
             known = set(taken) - set(left)
-            left = fill(board, [document for document in range(min(len(lengths), taken[-1] + WINDOW))
-                                if document not in known])
-        if not left or (taken is not None and taken[0] in board.row_of and (
-                found is None or len(board.row_of) > len(found.row_of))):
+            fill(board, [document for document in range(min(len(lengths), taken[-1] + WINDOW))
+                         if document not in known])
+            whole, full = taken[0] in board.row_of, full or board.free_share < FULL
+        else:
+            whole = not merge(board, left)
+        if whole and (found is None or _per_token(board) < _per_token(found)):
             found = board
-        if not left or (taken is not None and board.free_share < FULL):
+        if full:
             break
     return found
 
@@ -207,7 +211,7 @@ def _waves(board: Board, waves: int) -> tuple[tuple[Group, ...], ...]:
     """The rows as waves: every rank runs its larger groups first, and of one size the fullest first."""
     smallest, request = board.chain[0], board.request
     rows: list[Row] = []
-    for row in board.rows:
+    for row in board.rows.values():
         # A group without documents is as many groups of the smallest size, which exchange least.
         rows += [row] if row.documents else [Row(row.number, smallest, first, 0, request.places[0]) for first in range(
             row.first, row.first + row.size, smallest)]

@@ -24,7 +24,7 @@ def improve(board: Board, rounds: int, enough: float = 0.0) -> int:
 
 def _relieve(board: Board, busiest: int) -> bool:
     """Make the best change that takes work off `busiest` towards the least busy rank for which there is one."""
-    documents = [document for row in board.rows if row.first <= busiest < row.first + row.size
+    documents = [document for row in board.rows.values() if row.first <= busiest < row.first + row.size
                  for document in row.documents]
     documents.sort(key=lambda document: (-board.lengths[document], document))
     seen = set()
@@ -58,7 +58,7 @@ def _best(board: Board, busiest: int, documents: list[int], blocks: list[tuple[i
     before = board.loads[busiest]
     best, best_time = None, before - WORTH * (before - sum(board.loads) / len(board.loads))
     for size, first in blocks:
-        there = sorted((board.lengths[document], document) for row in board.rows
+        there = sorted((board.lengths[document], document) for row in board.rows.values()
                        if (row.size, row.first) == (size, first) for document in row.documents)
         load = board.load(size, first)
         tried = set()

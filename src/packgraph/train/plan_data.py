@@ -12,9 +12,10 @@ from packgraph.train.auto_capacities import Lengths, bucket_request, plan_capaci
 from packgraph.train.config import ConfigError
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.options import TrainConfig
+from packgraph.train.plan_context import options_help
 from packgraph.train.presets import PRESETS
 
-INTRODUCTION = """usage: packgraph plan DATA [PRESET] [--batch N] [--json] [--section.option VALUE ...]
+INTRODUCTION = """usage: packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
 
 Choose the capacities graphs are captured for from the lengths of the documents, as `--graph.capacities auto` does in
 `packgraph train`, and say what they cost: padding, memory, time for capture. Nothing is run, no GPU is needed.
@@ -26,9 +27,17 @@ Choose the capacities graphs are captured for from the lengths of the documents,
   --batch N  N documents are packed at a time and none waits for the next ones, as `packgraph.pack` does with what it
              is given; without it documents are packed as the trainer does, while data.window of them wait
   --json     print JSON instead of a table
+{context}
+
+    packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --world 8 --tokens-per-rank 2048
 
 Options are those of `packgraph train`; those that count are data.*, buckets.*, graph.slots, model.*, parallel.*."""
 SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+
+
+def introduction() -> str:
+    """The text of --help."""
+    return INTRODUCTION.format(preset=next(iter(PRESETS)), context=options_help())
 
 
 def is_data_plan(words: Sequence[str]) -> bool:

@@ -1,0 +1,140 @@
+"""`packgraph plan DATA --world N`: which rank would hold which document of a step, in groups of which size.
+
+Nothing is run. Costs are those of a measured model scaled to the run's, until a run measures its own.
+"""
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packgraph.models.config import DecoderConfig
+from packgraph.models.sizes import head_sizes
+from packgraph.packing.overlong import Overlong
+from packgraph.plan.bucket_cost import FLASH4, CostModel
+from packgraph.plan.context_cost import EXCHANGE_US, GROUP_US, ContextCost
+from packgraph.plan.context_plan import ContextPlan, plan_context
+from packgraph.plan.context_request import PLACES, ContextRequest
+from packgraph.plan.drawing.context import context_values, describe_context
+from packgraph.plan.drawing.context_svg import draw_context_svg
+from packgraph.train.auto_capacities import read_lengths
+from packgraph.train.config import ConfigError
+from packgraph.train.data import build_tokenizer, open_documents
+from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
+from packgraph.train.options import TrainConfig
+
+TOKENS_PER_RANK, MICROBATCHES = 2048, 8
+MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries
+OPTIONS = """
+  --world N             share out one step's documents to N ranks (data x context parallel) instead, in groups of the
+                        size that each needs; the following options go with it
+  --tokens-per-rank N   tokens that a rank has places for in a microbatch (default: {tokens})
+  --sizes C,C,...       sizes of groups, divisors of N (default: the powers of two that divide N)
+  --places N,N,...      places for documents that a row may have, each a variant of the graphs (default: {places})
+  --microbatches N      of the step; documents that come later wait (default: {microbatches})
+  --svg FILE            also draw to this file, with all documents"""
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """What was asked: `world` ranks and so on; svg: file to draw to."""
+
+    world: int
+    tokens: int = TOKENS_PER_RANK
+    sizes: tuple[int, ...] = ()
+    places: tuple[int, ...] = PLACES
+    microbatches: int = MICROBATCHES
+    svg: Path | None = None
+
+
+def options_help() -> str:
+    """The options as text for --help."""
+    return OPTIONS.format(tokens=TOKENS_PER_RANK, places=",".join(map(str, PLACES)), microbatches=MICROBATCHES).lstrip(
+        "\n")
+
+
+def context_options(words: Sequence[str]) -> tuple[ContextOptions | None, list[str]]:
+    """These options among `words` (None without --world), and the other words. Raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--world", "--tokens-per-rank", "--microbatches"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--sizes", type=_numbers)
+    parser.add_argument("--places", type=_numbers)
+    parser.add_argument("--svg", type=Path)
+    try:
+        asked, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError([str(error)]) from error
+    given = {name.replace("tokens_per_rank", "tokens"): value for name, value in vars(asked).items()
+             if value is not None}
+    if given and asked.world is None:
+        raise ConfigError([f"--{name.replace('tokens', 'tokens-per-rank')}: goes with --world N" for name in given])
+    return (ContextOptions(**given) if given else None), rest
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers such as 1,2,4, got {text!r}") from None
+
+
+def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool) -> str:
+    """The plan of the first step on the data of `config`, as text; draws the SVG. Raises ConfigError and DataError."""
+    flash = config.model.attention_backend == "flash"
+    try:
+        request = ContextRequest(
+            world=asked.world, tokens=asked.tokens, sizes=asked.sizes, places=asked.places, waves=asked.microbatches,
+            cost=context_cost(config.model, config.parallel.tp, FLASH4 if flash else CostModel()))
+    except ValueError as error:
+        raise ConfigError([f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"]) from error
+    read = read_lengths(config, open_documents(config.data), build_tokenizer(config.data))
+    lengths = _fitting(read.planned, request.longest, config.data.overlong)
+    plan = plan_context(lengths, request)
+    title = _title(config, plan)
+    if asked.svg is not None:
+        try:
+            asked.svg.write_text(draw_context_svg(plan, title), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError([f"--svg {asked.svg}: cannot be written: {error.strerror}"]) from error
+    return json.dumps(context_values(plan), indent=2) + "\n" if as_json else f"{title}\n\n{describe_context(plan)}"
+
+
+def context_cost(model: DecoderConfig, parts: int, measured: CostModel) -> ContextCost:
+    """`decoder_cost` and what groups exchange: queries, keys, values and outputs of every layer.
+
+    parts: ranks that share heads (tp). Latent attention exchanges keys and values of all heads.
+    """
+    layers = model.num_layers / MEASURED_LAYERS
+    key_heads = model.num_heads if model.latent.enabled else model.num_kv_heads
+    vectors = (model.num_heads + key_heads) * sum(head_sizes(model))
+    measured_vectors = 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
+    return ContextCost.of(decoder_cost(model, parts, measured), group_us=GROUP_US * layers,
+                          exchange_us=EXCHANGE_US * layers * vectors / measured_vectors / parts)
+
+
+def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[int]:
+    """`lengths` in their order, those of more than `longest` tokens split or dropped. Raises ConfigError for an error.
+    """
+    found: list[int] = []
+    for length in lengths:
+        if length <= longest:
+            found.append(length)
+        elif overlong == "error":
+            raise ConfigError([f"a document has {length:,} tokens, and the largest group holds {longest:,}: give ranks "
+                               "more tokens (--tokens-per-rank) or allow larger groups (--sizes), or choose "
+                               "--data.overlong split or drop"])
+        elif overlong == "split":
+            found += [min(longest, length - start) for start in range(0, length, longest)]
+    if not found:
+        raise ConfigError([f"no document has at most {longest:,} tokens, and all others are dropped: give ranks more "
+                           "tokens (--tokens-per-rank), or choose --data.overlong split"])
+    return found
+
+
+def _title(config: TrainConfig, plan: ContextPlan) -> str:
+    left = set(plan.left)
+    placed = [length for index, length in enumerate(plan.lengths) if index not in left]
+    source = config.data.path or config.data.source
+    return (f"{source}: {len(placed):,} documents of {min(placed)} to {max(placed):,} tokens on {plan.request.world} "
+            f"ranks of {plan.request.tokens:,} tokens, {len(plan.waves)} microbatches; costs as for {config.preset}")
