@@ -44,7 +44,7 @@ class Layout:
         inner = self.pp * self.cp * self.tp
         if self.dp is None and world % inner:
             found.append(f"pp {self.pp} x cp {self.cp} x tp {self.tp} = {inner} processes do not divide the {world} "
-                         "that were started")
+                         "that were started; start a multiple (torchrun --nproc-per-node)")
         if self.dp is not None and self.dp * inner != world:
             found.append(f"dp {self.dp} x pp {self.pp} x cp {self.cp} x tp {self.tp} needs {self.dp * inner} "
                          f"processes, but {world} were started; start as many (torchrun --nproc-per-node), or leave "
@@ -52,7 +52,8 @@ class Layout:
         replicas = world // inner if self.dp is None else self.dp
         if (self.dp is not None or world % inner == 0) and replicas % self.ep:
             found.append(f"ep {self.ep} does not divide dp {replicas}: the experts of a layer are shared by ep "
-                         "consecutive replicas")
+                         f"consecutive replicas; start a multiple of {inner * self.ep} processes (torchrun "
+                         "--nproc-per-node), or lower ep")
         return found
 
     def resolved(self, world: int) -> "Layout":
