@@ -274,3 +274,11 @@ def test_library_is_refused_when_absent_broken_or_of_another_version(monkeypatch
 
     found_both = found(types.SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward))
     assert found_both == (Kernels(forward, backward), None)
+
+
+@pytest.mark.parametrize(("sizes", "known"), [
+    ((128, 128), True), ((192, 128), True), ((64, 64), True), ((256, 256), True), ((24, 16), False), ((40, 40), False),
+    ((512, 512), False)], ids=str)
+def test_head_sizes_that_hopper_has_kernels_for(sizes, known):
+    """The backward of 24 and 16 failed to compile on an H200: tiles of 32 columns were loaded by 16."""
+    assert attention_flash._knows_sizes(attention_flash.HOPPER, *sizes) == known
