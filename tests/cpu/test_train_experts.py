@@ -1,5 +1,6 @@
 """Training experts in one process: the stash changes no bit, too few pages are a step that is made again."""
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from trainkit import tiny, trainer
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.layers.moe import moe_blocks
+from packgraph.moe.stash import Stash
 from packgraph.plan.stash import pages_for
 from packgraph.train.options import ParallelConfig, disagreements
 from packgraph.train.signals import StopRequest
@@ -80,3 +82,26 @@ def test_pages_are_for_the_microbatches_that_are_in_flight(tmp_path):
         assert blocks[0].stash.pages.pages == expected
     finally:
         run.close()
+
+
+@pytest.mark.parametrize("granularity", ["layer", "step"])
+def test_old_pages_are_gone_before_there_are_new_ones(granularity, tmp_path, monkeypatch):
+    """They may be most of the memory, so that both together have no room."""
+    made, alive, memory = [], [], Stash._memory
+
+    def watched(stash, column, pages, device):
+        alive.append(sum(old() is not None for old in made if old not in fresh))
+        found = memory(stash, column, pages, device)
+        fresh.extend(weakref.ref(buffer.untyped_storage()) for buffer in found)
+        made.extend(fresh)
+        return found
+
+    def allocate(stash, *arguments, allocate=Stash.allocate, **named):
+        fresh.clear()
+        allocate(stash, *arguments, **named)
+
+    fresh = []
+    monkeypatch.setattr(Stash, "_memory", watched)
+    monkeypatch.setattr(Stash, "allocate", allocate)
+    _, _, again = go(tmp_path / "few", config(granularity=granularity, stash=1.0), pages=1)
+    assert again >= 1 and alive and max(alive) == 0

@@ -20,4 +20,5 @@ def forget(graphed: GraphedModule, args: tuple[Any, ...]) -> int:
 
 def forget_all(graphed: GraphedModule) -> int:
     """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager calls."""
+    graphed._rehearsed.clear()  # the tensors that graphs have read, kept for them
     return graphed._slots.clear()

@@ -75,6 +75,7 @@ class Stash:
         if pages < 1 or not self.columns:
             raise ValueError(f"a stash of {pages} pages for {len(self.columns)} kinds of tensors cannot be made: run a "
                              "forward within `saving` first, or say which columns there are")
+        self.buffers, self.hosts = {}, {}  # the old ones go before there are new ones
         self.pages = Pages(pages, host_pages, self.device)
         self.buffers = {column: self._memory(column, pages, self.device) for column in self.columns}
         self.hosts = {column: self._memory(column, host_pages, torch.device("cpu")) if host_pages else []
