@@ -13,7 +13,8 @@ from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.slot import Slots
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
-from packgraph.plan.choice import SAMPLES
+from packgraph.parallel.mesh import single_process
+from packgraph.plan.choice import EAGER, REPLAY, SAMPLES, Choice, Timing
 from packgraph.train import autotune
 from packgraph.train.autotune import FASTER, TIMED, Autotune, Clock
 from packgraph.train.build import build_model
@@ -235,3 +236,33 @@ def test_a_capacity_over_the_memory_budget_is_not_timed(tmp_path):
     assert run[2]["memory"]["dropped"] == NAMES[2:] and run[2]["fallbacks"]["over the memory budget"] > 0
     assert list(run[2]["choices"]) == NAMES[:2] and all(choice["decided"] for choice in run[2]["choices"].values())
     assert_equal(run, train(tmp_path / "eager", config(enabled=False)))
+
+
+def test_after_a_rebuild_there_are_no_graphs_of_what_runs_eagerly(tmp_path):
+    run = trainer(tmp_path / "run", config(3))
+    run.run(StopRequest())
+    run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER, Timing(), Timing())
+    run.executor.rebuild()
+    (slot,) = run.executor._graphed[0]._slots.all
+    assert len(slot.variants) == len(CAPACITIES) - 1
+    run.close()
+
+
+def test_a_capture_between_two_microbatches_spoils_their_lap():
+    class Captures:
+        captures = 0
+
+        def bank(self):
+            return CAPACITIES
+
+        def changes(self):
+            return self.captures, 0
+
+    graphs = Captures()
+    tuning = Autotune(graphs, single_process(), CPU, whole_steps=False)
+    tuning._buckets, tuning._way = list(CAPACITIES), REPLAY
+    for captures in (0, 0, 1, 1):
+        graphs.captures = captures
+        with tuning.microbatch(sample_batch(CAPACITIES[0])):
+            pass
+    assert [good for *_, good in tuning._timed] == [True, True, False, True]

@@ -122,6 +122,7 @@ class Autotune:
         self._clock = Clock(device)
         self._timed: list[tuple[Bucket, float, bool]] = []
         self._knows_room = False
+        self._captures = 0  # at the last mark
 
     def begin(self, batches: Sequence[PackedBatch], note: Callable[[str], None]) -> bool:
         """Before the uploads of a step: read the timings of the last one, choose, and decide about this one's way.
@@ -146,6 +147,12 @@ class Autotune:
             self._turns = self._turns.after(shares, way)
             self._clock.wait()
         return way is not None
+
+    def give_up_slower(self) -> None:
+        """After graphs were captured anew: free those of buckets that run eagerly."""
+        for bucket, choice in self.choices.items():
+            if choice.way == EAGER:
+                self._graphs.free_graphs(bucket if isinstance(bucket, Capacity) else None)
 
     @contextlib.contextmanager
     def microbatch(self, batch: PackedBatch) -> Iterator[None]:
@@ -195,12 +202,15 @@ class Autotune:
                 return
             if not self._timed:
                 self._clock.mark()
-            captures, fallbacks = self._graphs.changes()
+                self._captures = self._graphs.changes()[0]
+            fallbacks = self._graphs.changes()[1]
             yield
             self._clock.mark()
             captures_after, fallbacks_after = self._graphs.changes()
             as_meant = self._way == EAGER or fallbacks == fallbacks_after
-            self._timed.append((bucket, size, as_meant and captures == captures_after))
+            # Since the mark before: captures between two microbatches are part of the lap.
+            self._timed.append((bucket, size, as_meant and self._captures == captures_after))
+            self._captures = captures_after
 
     def _reason(self, bucket: Bucket) -> str | None:
         """Why what is in `bucket` runs eagerly now, or None."""

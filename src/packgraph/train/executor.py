@@ -117,6 +117,8 @@ class Executor:
         if self._warm:
             self.free_graphs(None)
             self.before_step(self._options.warmup)
+            if self.autotune is not None:
+                self.autotune.give_up_slower()
 
     def _within_budget(self, arguments: Arguments, slots: Sequence[int]) -> Sequence[Capacity]:
         """Predict what graphs will take; the capacities to capture, largest first."""
