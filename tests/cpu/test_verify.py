@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from packgraph import cli
+from packgraph.diagnose import command
 from packgraph.diagnose.compare import first_difference
 from packgraph.diagnose.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
 from packgraph.diagnose.verify import verify
@@ -128,10 +129,12 @@ def test_verify_changes_no_random_state_of_its_own_draws() -> None:
 
 
 def test_the_command_ends_with_zero_or_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    two = lambda device, steps: itertools.islice(default_matrix(device, steps), 2)  # noqa: E731
+    monkeypatch.setattr(command, "default_matrix", two)
     assert cli.main(["verify", "--steps", "4"]) == 0
     text = capsys.readouterr().out
-    assert "4 of 4 runs bitwise equal" in text and text.count("bitwise equal") == 17
+    assert "2 of 2 runs bitwise equal" in text and text.count("bitwise equal") == 9
     break_gradient(monkeypatch)
     assert cli.main(["verify", "--steps", "4"]) == 1
     text = capsys.readouterr().out
-    assert "norm.weight" in text and "0 of 4 runs bitwise equal" in text
+    assert "norm.weight" in text and "0 of 2 runs bitwise equal" in text

@@ -341,7 +341,7 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         f"parallel.ep = {parallel.ep} does not divide model.experts.count = {experts.count}":
             experts.count % parallel.ep > 0,
         f"parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, so {', '.join(named)} "
-        "cannot be in graph.scope; use dispatcher = padded, or capture moe_router only":
+        "cannot be in graph.scope; use dispatcher = padded, or leave them out":
             graph.enabled and waits and bool(named),
         "parallel.expert_stash with graph.compile is not there yet: compiled code calls no hooks on what it saves; "
         "leave one of them out": graph.compile and parallel.expert_stash > 0,
