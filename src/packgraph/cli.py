@@ -43,10 +43,10 @@ Train twice, eagerly and through captured graphs, and compare loss, gradients, p
 and random states after every step, bit by bit. Without PRESET: a small model under granularity layer and chunk, with
 and without dropout, and one with latent attention and experts under several scopes. Exit code 1 on a difference.
 
-Under torchrun every rank compares its own, at the layout of --parallel.dp, .tp, .pp and .ep (without PRESET: at every
-layout of that many processes). A step that lacks room for experts is made again with more, in both runs. The run is
-then also compared with one process: losses, gradients, weights and optimizer state must be equal within rounding, whose
-limits are printed. For that, rank 0 holds the whole model once more.
+Under torchrun every rank compares its own, at the layout of --parallel.dp, .cp, .tp, .pp and .ep (without PRESET: at
+every layout of that many processes). A step that lacks room for experts is made again with more, in both runs. The run
+is then also compared with one process: losses, gradients, weights and optimizer state must be equal within rounding,
+whose limits are printed. For that, rank 0 holds the whole model once more.
 
   --steps N           optimizer steps to compare (default: 50 for a preset, 30 for each run without one)
   --skip-one-process  leave out the comparison with one process

@@ -21,7 +21,8 @@ NEVER = 10**6
 def config(layout: Layout, **options):
     made = tiny(graph=True, steps=4, checkpoint_every=100)
     model = dataclasses.replace(made.model, tie_embeddings=False, num_heads=4, num_kv_heads=2)
-    return dataclasses.replace(made, model=model, parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp),
+    return dataclasses.replace(made, model=model, parallel=ParallelConfig(
+        dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp),
                                graph=dataclasses.replace(made.graph, compile=True, strict=True, **options))
 
 
@@ -44,8 +45,8 @@ def go(mesh, folder, settings):
 
 
 @pytest.mark.parametrize(("layout", "granularity"), [
-    (Layout(tp=2), "chunk"), (Layout(dp=2), "chunk"), (Layout(dp=1, pp=2), "layer"), (Layout(dp=1, pp=2), "step")],
-    ids=["TP2", "DP2", "PP2", "PP2-step"])
+    (Layout(tp=2), "chunk"), (Layout(dp=2), "chunk"), (Layout(dp=1, pp=2), "layer"), (Layout(dp=1, pp=2), "step"),
+    (Layout(dp=1, cp=2), "chunk")], ids=["TP2", "DP2", "PP2", "PP2-step", "CP2"])
 def test_graphs_of_compiled_stages_equal_the_stages(layout, granularity, tmp_path):
     eager, graphs = (run_ranks(go, 2, str(tmp_path / name), config(layout, warmup=warmup, granularity=granularity),
                                layout=layout, seconds=240.0) for name, warmup in (("eager", NEVER), ("graph", 2)))

@@ -36,7 +36,7 @@ from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.train.expert_balance import ExpertBalance
 
-DP2, TP2, PP2 = Layout(dp=2), Layout(dp=1, tp=2), Layout(dp=1, pp=2)
+DP2, TP2, PP2, CP2 = Layout(dp=2), Layout(dp=1, tp=2), Layout(dp=1, pp=2), Layout(dp=1, cp=2)
 EP2, EP4, PP2_EP2 = Layout(dp=2, ep=2), Layout(dp=4, ep=4), Layout(dp=2, pp=2, ep=2)
 KINDS = [FIRST_WEIGHTS, LOSS, GRADIENTS, NORM, PARAMETERS, COPIES, STATE]
 
@@ -268,9 +268,10 @@ def test_the_first_difference_is_the_one_that_came_up_first():
 
 
 def test_every_layout_of_a_number_of_processes_is_tried():
-    assert layouts_of(2) == [DP2, TP2, PP2, EP2]
-    assert {(layout.dp, layout.pp, layout.tp, layout.ep) for layout in layouts_of(4)} == {
-        (4, 1, 1, 1), (2, 1, 2, 1), (1, 1, 4, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 4, 1, 1), (4, 1, 1, 4), (2, 2, 1, 2)}
+    assert layouts_of(2) == [DP2, TP2, PP2, EP2, CP2]
+    assert {(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep) for layout in layouts_of(4)} == {
+        (4, 1, 1, 1, 1), (2, 1, 1, 2, 1), (1, 1, 1, 4, 1), (2, 2, 1, 1, 1), (1, 2, 1, 2, 1), (1, 4, 1, 1, 1),
+        (4, 1, 1, 1, 4), (2, 2, 1, 1, 2), (1, 1, 4, 1, 1), (1, 2, 2, 1, 1)}
 
 
 @pytest.mark.dist

@@ -3,7 +3,7 @@
 Granularity layer and chunk, dropout off and on; the same with latent attention and experts, and a choice of scopes of
 these; in each case three capacities, microbatch counts that change from step to step, and steps whose forwards all run
 before their backwards. Over several processes: every layout that they can take and granularity layer and chunk, with
-dropout; layouts in which replicas share experts with the model that has some.
+dropout; layouts in which replicas share experts with the model that has some, and layouts in which ranks share rows.
 """
 import itertools
 import random
@@ -102,22 +102,26 @@ def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
     Ranks of a pipeline hold two chunks each where a chunk is a region. The model has experts where replicas share them.
     """
     chunks = 2 if layout.pp > 1 and granularity == "chunk" else 1
-    parallel = ParallelConfig(dp=layout.dp, tp=layout.tp, pp=layout.pp, chunks=chunks, ep=layout.ep,
+    parallel = ParallelConfig(dp=layout.dp, cp=layout.cp, tp=layout.tp, pp=layout.pp, chunks=chunks, ep=layout.ep,
                               expert_room=float(layout.ep))  # enough for whatever is routed
     layers = max(2, layout.pp * chunks)
     if layout.ep > 1:
         config = tiny_experts_config(granularity, 0.1, steps)
         return replace(config, model=replace(config.model, num_layers=layers), parallel=parallel)
     config = tiny_config(granularity, 0.1, steps)
-    model = replace(config.model, num_layers=layers, num_heads=max(4, layout.tp), num_kv_heads=max(2, layout.tp))
+    model = replace(config.model, num_layers=layers, num_heads=max(4, layout.tp, layout.cp),
+                    num_kv_heads=max(2, layout.tp))
     return replace(config, model=model, parallel=parallel)
 
 
 def layouts_of(world: int) -> list[Layout]:
-    """Every way to spread the tiny models over `world` processes; all replicas share the experts where any do."""
+    """Every way to spread the tiny models over `world` processes; all replicas share the experts, or
+    are ranks that share rows instead, where any do."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     every = [Layout(dp=world // (pp * tp), pp=pp, tp=tp) for pp in sizes for tp in sizes if world % (pp * tp) == 0]
-    every += [replace(layout, ep=layout.dp or 1) for layout in every if layout.tp == 1 and (layout.dp or 1) > 1]
+    replicas = [layout for layout in every if layout.tp == 1 and (layout.dp or 1) > 1]
+    every += [replace(layout, ep=layout.dp or 1) for layout in replicas]
+    every += [replace(layout, dp=1, cp=layout.dp or 1) for layout in replicas]
     return [layout for layout in every if not disagreements(config_for(layout, "layer", 30), "cpu", world=world)]
 
 
@@ -127,7 +131,8 @@ def ranks_matrix(device: torch.device, steps: int, world: int, *, one_process: b
         config = config_for(layout, granularity, steps)
         chunks = f" x {config.parallel.chunks} chunks" if config.parallel.chunks > 1 else ""
         shared = f", ep={layout.ep}" if layout.ep > 1 else ""
-        title = (f"dp={layout.dp}, pp={layout.pp}{chunks}, tp={layout.tp}{shared}, granularity {granularity}, "
+        rows = f", cp={layout.cp}" if layout.cp > 1 else ""
+        title = (f"dp={layout.dp}, pp={layout.pp}{chunks}{rows}, tp={layout.tp}{shared}, granularity {granularity}, "
                  "dropout 0.1")
         yield verify_ranks(title, config, lambda: random_packs(seed=1), device, make_mesh(layout, device),
                            one_process=one_process, budget=budget_over(layout.dp or 1))

@@ -149,8 +149,9 @@ def _one_step(step: int, run: Side, alone: Side | None, batches: list[PackedBatc
 
 
 def _loss_of_all(run: Side, loss: Tensor) -> Tensor:
-    """The loss of the whole step, float32 []: every replica has that of its share, all of its ranks the same."""
-    tells = not any(run.mesh.place[axis] for axis in AXES if axis != "dp")
+    """The loss of the whole step, float32 []: every rank has that of its replica's share of packs and of its rows;
+    stages and tensor parallel ranks have the same."""
+    tells = not any(run.mesh.place[axis] for axis in AXES if axis not in ("dp", "cp"))
     total = loss.clone() if tells else torch.zeros_like(loss)
     dist.all_reduce(total)
     return total
