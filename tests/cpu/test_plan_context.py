@@ -140,6 +140,13 @@ def test_a_step_of_so_many_waves_leaves_the_rest_for_the_next(data, waves):
         waiting = [waiting[document] for document in plan.left]
 
 
+def test_a_step_uses_the_waves_it_may_before_it_leaves_documents():
+    """Three documents of two thirds of a rank fill one rank's two waves by tokens and need three."""
+    lengths = [2 * TOKENS // 3] * 3
+    plans = [plan_context(lengths, ContextRequest(world=1, tokens=TOKENS, waves=waves)) for waves in (2, 3, 8)]
+    assert [(len(plan.waves), plan.left) for plan in plans] == [(2, (2,)), (3, ()), (3, ())]
+
+
 def compare(lengths, request):
     """The plan's time over the best there is in as many waves or one less."""
     plan = plan_context(lengths, request)
@@ -265,8 +272,10 @@ def test_documents_of_a_row_never_pay_more_than_the_row(lengths, steps):
 
 def test_the_bound_knows_that_two_long_documents_share_no_pair_of_ranks():
     request = ContextRequest(world=2, tokens=TOKENS, cost=PLAIN)
-    plan = plan_context([TOKENS + 1] * 3, request)
-    assert len(plan.waves) == 3 and lower_bound([TOKENS + 1] * 3, request, 3).step_us == pytest.approx(plan.step_us)
+    lengths = [TOKENS + 1] * 3
+    plan, bound = plan_context(lengths, request), lower_bound(lengths, request)
+    assert len(plan.waves) == bound.waves == 3 and bound.step_us == pytest.approx(plan.step_us)
+    assert lower_bound(lengths, request, 4).step_us > bound.step_us
 
 
 def test_costs_are_found_again_from_timings():

@@ -10,10 +10,12 @@ Attention adds up to the same work however it is cut.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 
 from packgraph.plan.context_request import ContextRequest
 
 MOST_STEPS = 7
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,8 @@ def lower_bound(lengths: Sequence[int], request: ContextRequest, waves: int = 0)
     waves, cost, tokens = max(waves, fewest_waves(lengths, request)), request.cost, request.tokens
     alone = {size: cost.row_us(size, tokens, request.places[0], 0.0) for size in request.sizes}
     least = min(alone.values())
-    rows = request.world * waves * least + _groups_us(
-        [length for length in lengths if request.needed(length) > request.sizes[0]], request,
-        {size: alone[size] - least for size in request.sizes})
+    rows = request.world * waves * least + _groups(
+        _long(lengths, request), request, {size: alone[size] - least for size in request.sizes})
     bare = min(cost.base_us(size, tokens) for size in request.sizes)
     # Every document has a place of its own: its c ranks together pay c · place_us(c), least for the smallest groups.
     places = len(lengths) * min(size * cost.place_us(size, tokens) for size in request.sizes)
@@ -45,25 +46,25 @@ def lower_bound(lengths: Sequence[int], request: ContextRequest, waves: int = 0)
     return ContextBound(waves, max(work / request.world, one + (waves - 1) * least))
 
 
-def _groups_us(lengths: Sequence[int], request: ContextRequest, extra: dict[int, float]) -> float:
-    """What rows that hold these documents cost all ranks beyond `least`; extra: of a row of each size, on each rank."""
+def _groups(lengths: Sequence[int], request: ContextRequest, extra: dict[int, float]) -> float:
+    """What groups that hold these documents cost at least; extra: what a row of each size costs each of its ranks."""
     larger = [size for size in request.sizes if size > request.sizes[0]]
-    steps = dict.fromkeys(larger, 0)  # which function shares out a size: 0 is length / (size · tokens)
+    if not lengths:
+        return 0.0
 
-    def price(length: int) -> float:
-        return min(_share(length, size * request.tokens, steps[size]) * size * extra[size] for size in larger
-                   if size * request.tokens >= length)
+    def prices(size: int, steps: int) -> list[float]:
+        room, row = size * request.tokens, size * extra[size]
+        return [_share(length, room, steps) * row if length <= room else inf for length in lengths]
 
-    # Every choice is a bound; they are tried one size after the other.
-    best = sum((price(length) for length in lengths), start=0.0)
+    # Every choice of functions is a bound; they are tried one size after the other.
+    chosen = {size: prices(size, 0) for size in larger}
+    best = sum(map(min, zip(*chosen.values())), start=0.0)
     for size in larger:
-        for step in range(1, min(size, MOST_STEPS + 1)):
-            before, steps[size] = steps[size], step
-            found = sum((price(length) for length in lengths), start=0.0)
+        for steps in range(1, min(size, MOST_STEPS + 1)):
+            tried = chosen | {size: prices(size, steps)}
+            found = sum(map(min, zip(*tried.values())), start=0.0)
             if found > best:
-                best = found
-            else:
-                steps[size] = before
+                best, chosen = found, tried
     return best
 
 
@@ -75,14 +76,13 @@ def _share(length: int, room: int, steps: int) -> float:
 
 
 def fewest_waves(lengths: Sequence[int], request: ContextRequest) -> int:
-    """Waves that no plan can do without: by tokens, by places for documents, by the groups that long ones need."""
-    most = request.places[-1]
-    slots = [_slots_of(size, lengths, request) for size in request.sizes]
-    by_places = -(-len(lengths) // (most * (request.world // request.sizes[0])))
-    return max(by_places, *(-(-slot // request.world) for slot in slots))
+    """Waves that no plan can do without: by tokens, by places for documents, by ranks in groups for long documents."""
+    by_tokens = ceil(sum(lengths) / (request.tokens * request.world))
+    by_places = ceil(len(lengths) / (request.places[-1] * (request.world // request.sizes[0])))
+    # What groups cost if a rank and wave costs 1: so many of these they take.
+    in_groups = _groups(_long(lengths, request), request, dict.fromkeys(request.sizes, 1.0))
+    return max(by_tokens, by_places, ceil(in_groups / request.world - ROUNDING))
 
 
-def _slots_of(size: int, lengths: Sequence[int], request: ContextRequest) -> int:
-    """Places (rank, wave) that rows of at least `size` ranks take, for the documents that need so many."""
-    tokens = sum(length for length in lengths if request.needed(length) >= size)
-    return -(-tokens // request.tokens)
+def _long(lengths: Sequence[int], request: ContextRequest) -> list[int]:
+    return [length for length in lengths if length > request.sizes[0] * request.tokens]

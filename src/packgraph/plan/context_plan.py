@@ -17,7 +17,7 @@ from functools import cached_property
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.context_bins import Opening, openings
 from packgraph.plan.context_board import Board, Row
-from packgraph.plan.context_bound import ContextBound, lower_bound
+from packgraph.plan.context_bound import ContextBound, fewest_waves, lower_bound
 from packgraph.plan.context_build import build, fill, merge
 from packgraph.plan.context_request import ContextRequest
 from packgraph.plan.context_search import improve
@@ -120,28 +120,32 @@ def plan_context(lengths: Sequence[int], request: ContextRequest) -> ContextPlan
     found = request.read(lengths)
     if not found:
         return ContextPlan(request, (), (), (), lower_bound((), request))
-    if request.waves is None:
-        documents, waves = range(len(found)), lower_bound(found, request).waves
-        board = _search(documents, found, request, waves)
-        while board is None:
-            waves += 1
-            board = _search(documents, found, request, waves)
-        if lower_bound(found, request, waves + 1).step_us < max(board.loads):
-            # Rows that are full to the last token leave no choice; one more wave may cost less than that does.
-            roomier = _search(documents, found, request, waves + 1)
-            if roomier is not None and max(roomier.loads) < max(board.loads):
-                board, waves = roomier, waves + 1
-    else:
-        taken = _within(found, request, request.waves)
-        waves = min(request.waves, lower_bound(found, request).waves)
+    board, waves = _all_of(found, request)
+    taken = _within(found, request, waves) if board is None else []
+    while board is None:
         board = _search(taken, found, request, waves, partly=True)
-        while board is None:
-            taken = taken[: max(len(taken) // 2, 1)]
-            board = _search(taken, found, request, waves, partly=True)
+        taken = taken[: max(len(taken) // 2, 1)]
     placed = sorted(board.row_of)
     bound = lower_bound([found[document] for document in placed], request)
     left = tuple(document for document in range(len(found)) if document not in board.row_of)
     return ContextPlan(request, found, _waves(board, waves), left, bound)
+
+
+def _all_of(lengths: Sequence[int], request: ContextRequest) -> tuple[Board | None, int]:
+    """The best rows for all documents and their waves; None, and all waves there may be, if these are too few."""
+    documents, fewest = range(len(lengths)), fewest_waves(lengths, request)
+    most = len(lengths) + fewest if request.waves is None else request.waves
+    for waves in range(fewest, most + 1):
+        board = _search(documents, lengths, request, waves)
+        if board is None:
+            continue
+        if waves < most and lower_bound(lengths, request, waves + 1).step_us < max(board.loads):
+            # Rows that are full to the last token leave no choice; one more wave may cost less than that does.
+            roomier = _search(documents, lengths, request, waves + 1)
+            if roomier is not None and max(roomier.loads) < max(board.loads):
+                return roomier, waves + 1
+        return board, waves
+    return None, most
 
 
 def _within(lengths: Sequence[int], request: ContextRequest, waves: int) -> list[int]:

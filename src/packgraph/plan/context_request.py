@@ -5,6 +5,7 @@
     [      4      ][  2  ][1][1]      one wave
 """
 import operator
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +68,7 @@ class ContextRequest:
 
     def places_for(self, documents: int) -> int:
         """The fewest places that a row of so many documents may have."""
-        return next(places for places in self.places if places >= documents)
+        return self.places[bisect_left(self.places, documents)]
 
     def bucket(self, size: int, documents: int) -> Capacity:
         """The capacity of the row of a group."""
