@@ -59,6 +59,11 @@ class PaddedDispatcher:
         """C, the places for rows from one rank to another, for T * k = `pairs` routed pairs."""
         return _rounded(min(math.ceil(pairs * self.factor / self._sharing.ranks), pairs))
 
+    @property
+    def most_factor(self) -> float:
+        """The factor that always suffices: one rank gets everything."""
+        return float(self._sharing.ranks)
+
     def with_factor(self, factor: float) -> "PaddedDispatcher":
         """The same with another factor. All ranks of the group must take the same."""
         return PaddedDispatcher(self.num_experts, self._group, factor)

@@ -54,9 +54,13 @@ class Overflow:
             self._stash.reset()
 
     @torch.no_grad()
-    def make_room(self) -> str:
+    def make_room(self, whole: bool = False) -> str:
         """Give every layer the room that the largest demand needs, and lift the verdict. Collective; waits for the
-        device. Returns what was done, for a person."""
+        device. Returns what was done, for a person.
+
+        whole: give all the room that there can ever be need for. A layer that had too little hides what the layers
+        behind it need, so one attempt may only show the next lack.
+        """
         largest = torch.zeros((), dtype=torch.int64, device=self.blocked.device)
         for block in self._blocks:
             torch.maximum(largest, block.demand, out=largest)
@@ -67,9 +71,9 @@ class Overflow:
         told = []
         if needed := int(largest) / 1000:
             for block in self._blocks:
-                block.dispatcher = _grown(block, needed * SPARE)
+                block.dispatcher = _grown(block, needed * SPARE, whole)
             told.append(f"a rank needed {needed:.2f} times the room of a balanced load; now there is "
-                        f"{needed * SPARE:.2f} times")
+                        + ("room for whatever comes" if whole else f"{needed * SPARE:.2f} times"))
         if self._stash is not None and bool(self._stash.verdict()):
             told.append(self._more_pages(self._stash))
         return "; ".join(told) or "another rank had too little room"
@@ -82,6 +86,7 @@ class Overflow:
         return f"the stash had {before} pages and needed {needed}; now there are {stash.pages.pages}"
 
 
-def _grown(block: MoEBlock, factor: float) -> PaddedDispatcher:
+def _grown(block: MoEBlock, factor: float, whole: bool) -> PaddedDispatcher:
     assert isinstance(block.dispatcher, PaddedDispatcher)
-    return block.dispatcher.with_factor(max(factor, block.dispatcher.factor))
+    most = block.dispatcher.most_factor if whole else factor
+    return block.dispatcher.with_factor(max(most, block.dispatcher.factor))

@@ -63,7 +63,7 @@ class Repeats:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._executor.free_graphs(None)  # first: they hold the old pages, for which the new ones need the memory
-        told = self._optimizer.overflow.make_room()
+        told = self._optimizer.overflow.make_room(whole=self._open[0].made >= MOST - 1)
         self._executor.rebuild()
         set_random_states(self._open[0].random, self._device)
         found = []
