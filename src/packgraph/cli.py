@@ -299,6 +299,8 @@ def _plan_data(words: list[str]) -> int:
     asked, rest = own_options(words)
     context, rest = context_options(rest)
     config, own = _read(as_run_options(rest))
+    if config is None and context is not None and not own.help:
+        raise ConfigError(["--world: whose documents? For example: packgraph plan stdlib --world 8"])
     if own.help or config is None:
         print(introduction())
         return 0

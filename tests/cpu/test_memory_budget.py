@@ -21,9 +21,10 @@ from packgraph.train import memory_budget
 from packgraph.train.auto_capacities import bucket_request
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.build import build_model
+from packgraph.train.disagreements import disagreements
 from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
-from packgraph.train.options import TrainConfig, disagreements
+from packgraph.train.options import TrainConfig
 from packgraph.train.signals import StopRequest
 
 

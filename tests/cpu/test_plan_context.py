@@ -339,6 +339,13 @@ def test_the_command(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--tokens-per-rank N" in capsys.readouterr().out
 
 
+def test_the_command_needs_data_wherever_it_stands(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--world", "4"]) == 2
+    assert "whose documents? For example: packgraph plan stdlib --world 8" in capsys.readouterr().err
+    assert cli.main(["plan", "--world", "4", str(data)]) == 0
+    assert "on 4 ranks of 2,048 tokens" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["--sizes", "1,2"], "--sizes: goes with --world N"),
     (["--tokens-per-rank", "8"], "--tokens-per-rank: goes with --world N"),

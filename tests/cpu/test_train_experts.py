@@ -11,7 +11,8 @@ from packgraph.models.latent_config import LatentConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash import Stash
 from packgraph.plan.stash import pages_for
-from packgraph.train.options import ParallelConfig, disagreements
+from packgraph.train.disagreements import disagreements
+from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
 EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, first_dense=1, score="sigmoid",

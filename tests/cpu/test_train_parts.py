@@ -14,9 +14,10 @@ from torch import nn
 
 from packgraph.plan.learning_rate import learning_rate_at
 from packgraph.train.config import ConfigError, to_dict
+from packgraph.train.disagreements import disagreements
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig, disagreements
+from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.presets import PRESETS, preset
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import (

@@ -23,9 +23,10 @@ from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
 from packgraph.parallel.pieces import Pieces
 from packgraph.parallel.processes import Launch, processes
+from packgraph.train.disagreements import disagreements
 from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig, disagreements
+from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states
 from packgraph.train.signals import StopRequest

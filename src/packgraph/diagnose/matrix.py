@@ -21,13 +21,13 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Layout, make_mesh
+from packgraph.train.disagreements import disagreements
 from packgraph.train.options import (
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
-    disagreements,
 )
 
 VOCABULARY = 64

@@ -18,7 +18,8 @@ from packgraph.parallel.processes import Launch, processes
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config import ConfigError
 from packgraph.train.data import Microbatches, build_tokenizer, open_documents, open_microbatches
-from packgraph.train.options import TrainConfig, disagreements
+from packgraph.train.disagreements import disagreements
+from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_folder import check_same_run, choose_folder, claimed
 from packgraph.train.signals import stop_on_signals

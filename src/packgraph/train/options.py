@@ -1,21 +1,18 @@
-"""What a training run can be told: one small frozen dataclass for each part, and what they must agree on.
+"""What a training run can be told: one small frozen dataclass for each part.
 
 Every field has a default in its preset, a type that `train/config.py` reads from files and options, and one line of
 help in the docstring of its class (`name: help`), which is what `packgraph train --help` prints. A section refuses
-values that are wrong in themselves; `disagreements` finds what is wrong between sections, all at once.
+values that are wrong in themselves; what is wrong between sections is found by `train/disagreements.py`.
 """
 import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from packgraph.models.decoder import DecoderConfig, named_stages, parts_without
+from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context import context_problems
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.tensor import tensor_problems
 from packgraph.plan.memory_budget import budget_bytes
-from packgraph.plan.regions import MOE_STAGES, expand_scope, scope_errors
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.data.config import DataConfig
 
@@ -259,121 +256,6 @@ class TrainConfig:
     buckets: BucketConfig = field(default_factory=BucketConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
-
-
-def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None = None, world: int = 1) -> list[str]:
-    """All reasons why the sections of `config` do not fit together on a device of `device_type` (`cpu` or `cuda`).
-
-    vocabulary: number of token ids of the tokenizer, when it is known already. world: processes of the run.
-    """
-    backend = config.graph.backend
-    problems = {
-        "graph.backend = cuda needs a CUDA device; use auto, or recorder on the CPU":
-            config.graph.enabled and backend == "cuda" and device_type != "cuda",
-        "graph.backend = recorder runs on the CPU only; use auto, or run.device = cpu":
-            config.graph.enabled and backend == "recorder" and device_type == "cuda",
-        f"graph.warmup = {config.graph.warmup} leaves no step to replay in run.steps = {config.run.steps}; "
-        "lower it, or set graph.enabled = false": config.graph.enabled and config.graph.warmup >= config.run.steps,
-    }
-    problems |= {
-        f"graph.memory_budget = {config.graph.memory_budget} needs a CUDA device; write it in GiB or MiB":
-            "%" in (config.graph.memory_budget or "") and device_type != "cuda",
-        "graph.memory_budget is not there yet with graph.granularity = step, whose graphs are captured as steps come: "
-        "lower graph.capacities": config.graph.memory_budget is not None and config.graph.granularity == "step",
-    }
-    regions = "chunk" if config.graph.granularity == "step" else config.graph.granularity
-    scope = scope_errors(named_stages(config.model), config.graph.scope, regions)
-    problems |= {f"graph.scope: {problem}": config.graph.enabled for problem in scope}
-    attention = config.model.attention_backend
-    problems[f"model.attention_backend = {attention} needs a CUDA device and run.dtype = bfloat16; use auto, or sdpa"] \
-        = (attention in ("flash", "varlen") and (device_type, config.run.dtype) != ("cuda", "bfloat16"))
-    if vocabulary is not None:
-        size = config.model.vocab_size
-        problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (
-            size < vocabulary)
-    found = [text for text, wrong in problems.items() if wrong]
-    return found + _optimizer_problems(config, world) + _parallel_problems(config, world)
-
-
-def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
-    """What keeps the update of the weights from being part of a graph, when that is asked for."""
-    if not (config.graph.enabled and config.graph.optimizer):
-        return []
-    parallel, granularity = config.parallel, config.graph.granularity
-    replicas = parallel.dp or max(1, world // (parallel.pp * parallel.cp * parallel.tp))
-    problems = {
-        f"graph.optimizer needs graph.granularity = step, not {granularity}: no other graph lasts until the update":
-            granularity != "step",
-        f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet: the graph of a pipeline's step ends with "
-        "its last transfer; leave one of them out": parallel.pp > 1,
-        f"graph.optimizer cannot serve {replicas} replicas (parallel.dp): their packs differ, so one would capture the "
-        "collectives of the update while another replays them; leave it out": replicas > 1,
-    }
-    return [text for text, wrong in problems.items() if wrong]
-
-
-def _pipeline_problems(config: TrainConfig) -> list[str]:
-    """What keeps a run from being cut into pipeline stages."""
-    model, stages, chunks = config.model, config.parallel.pp, config.parallel.chunks
-    cut = f"parallel.pp = {stages}" + (f" x parallel.chunks = {chunks}" if chunks > 1 else "")
-    problems = {
-        f"{cut} needs at least as many layers, model.num_layers is {model.num_layers}":
-            model.num_layers < stages * chunks,
-        f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is on the last one only; add "
-        "attn or mlp": config.graph.enabled and config.graph.scope == ("head",),
-    }
-    if config.graph.enabled and config.graph.scope is not None and model.num_layers >= stages * chunks:
-        lone = parts_without(model, stages * chunks, expand_scope(config.graph.scope))
-        problems[f"graph.scope leaves nothing to capture on parts {lone} of {cut}: add attn"] = bool(lone)
-    return [text for text, wrong in problems.items() if wrong]
-
-
-def _expert_problems(config: TrainConfig) -> list[str]:
-    """What keeps experts from being shared, and stages of them from being captured, as asked."""
-    experts, parallel, graph = config.model.experts, config.parallel, config.graph
-    if not experts.enabled:
-        return [f"parallel.ep = {parallel.ep} shares experts, but model.experts.count is 0"] if parallel.ep > 1 else []
-    waits = parallel.dispatcher_name == "host_splits"
-    named = sorted(expand_scope(graph.scope) & set(MOE_STAGES) - {"moe_router"}) if graph.scope is not None else []
-    problems = {
-        f"parallel.tp = {parallel.tp} with parallel.sequence is not there yet with experts, whose router needs all "
-        "rows of a microbatch; set parallel.sequence = false": parallel.splits_rows,
-        f"parallel.ep = {parallel.ep} does not divide model.experts.count = {experts.count}":
-            experts.count % parallel.ep > 0,
-        f"parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, so {', '.join(named)} "
-        "cannot be in graph.scope; use dispatcher = padded, or leave them out":
-            graph.enabled and waits and bool(named),
-        "parallel.expert_stash with graph.compile is not there yet: compiled code calls no hooks on what it saves; "
-        "leave one of them out": graph.compile and parallel.expert_stash > 0,
-        "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use dispatcher = padded, or "
-        "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",
-    }
-    return [text for text, wrong in problems.items() if wrong]
-
-
-def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
-    """All reasons why the model and its capacities cannot be spread over `world` processes as asked."""
-    parallel = config.parallel
-    found = [f"parallel: {problem}" for problem in parallel.layout().problems(world)]
-    if parallel.pp > 1:
-        found += _pipeline_problems(config)
-    elif parallel.chunks > 1:
-        found.append(f"parallel.chunks = {parallel.chunks} needs parallel.pp of at least 2: on one rank chunks have "
-                     "nobody to take turns with")
-    if parallel.tp > 1:
-        found += tensor_problems(config.model, parallel.tp)
-    found += _expert_problems(config)
-    known = [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
-    odd = ", ".join(str(capacity.tokens) for capacity in known if capacity.tokens % parallel.row_parts)
-    if parallel.cp > 1:
-        found += context_problems(config.model, parallel.cp, parallel.tp)
-        found += [f"parallel.cp = {parallel.cp} spreads every row over {parallel.row_parts} ranks (cp x tp where "
-                  f"parallel.sequence holds), so the tokens of capacities must be a multiple of that, not {odd}"] if \
-            odd else []
-    elif odd:
-        found.append(f"parallel.tp = {parallel.tp} with parallel.sequence needs capacities whose tokens are a multiple "
-                     f"of it, not {odd}; or set parallel.sequence = false")
-    return found
 
 
 # Help for fields that their own class does not explain, because there it goes without saying.
