@@ -43,7 +43,8 @@ def introduction() -> str:
 def is_data_plan(words: Sequence[str]) -> bool:
     """Whether `packgraph plan` is asked about data and not about a schedule, which has no words but options."""
     return bool(words) and (not words[0].startswith("-") or any(
-        word.partition("=")[0] in ("--config", "--world") or word.startswith(("--data.", "--buckets.")) for word in words))
+        word.partition("=")[0] in ("--config", "--world") or word.startswith(("--data.", "--buckets."))
+        for word in words))
 
 
 def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
