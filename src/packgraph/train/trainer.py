@@ -240,15 +240,15 @@ class Trainer:
             replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
             starting=captured or timed or self.step == self._resumed_at + 1)
         self._packs_since += len(batches)
-        self._fetch.push(record, self._numbers(loss, norm, self._repeats.blocked(loss), bool(stop)))
+        self._fetch.push(record, self._numbers(loss, norm, self._repeats.blocked(loss), stop))
         return True
 
-    def _numbers(self, loss: Tensor, norm: Tensor, blocked: Tensor, stop: bool) -> Tensor:
+    def _numbers(self, loss: Tensor, norm: Tensor, blocked: Tensor, stop: StopRequest | bool) -> Tensor:
         """What is to be known of a step, float32 [4] on the device: loss, norm, how many processes want to stop, and
         whether the step changed nothing because experts lacked room."""
         if self.mesh.world == 1:
             return torch.stack([loss, norm, torch.zeros_like(loss), blocked])
-        wish = torch.full_like(loss, float(stop))
+        wish = torch.full_like(loss, float(bool(stop)))
         # All stages and tensor parallel ranks know the loss of their rows: one of them tells it.
         tells = self.mesh.place["tp"] == 0 and self.mesh.place["pp"] == 0
         totals = torch.stack([loss if tells else torch.zeros_like(loss), wish])
