@@ -4,14 +4,17 @@ import weakref
 
 import pytest
 import torch
-from trainkit import tiny, trainer
+from trainkit import CPU, tiny, trainer
 
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash import Stash
+from packgraph.parallel.mesh import single_process
 from packgraph.plan.stash import pages_for
+from packgraph.train.build import build_chunks
 from packgraph.train.disagreements import disagreements
+from packgraph.train.expert_stash import make_stash
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -106,3 +109,17 @@ def test_old_pages_are_gone_before_there_are_new_ones(granularity, tmp_path, mon
     monkeypatch.setattr(Stash, "allocate", allocate)
     _, _, again = go(tmp_path / "few", config(granularity=granularity, stash=1.0), pages=1)
     assert again >= 1 and alive and max(alive) == 0
+
+
+def test_a_rank_of_a_context_has_pages_for_its_own_rows():
+    """Rows are spread over the ranks of a context, and so is what their experts keep."""
+    pages = []
+    for ranks in (1, 2):
+        settings = config(stash=1.0)
+        settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, cp=ranks))
+        model = build_chunks(dataclasses.replace(settings, parallel=ParallelConfig()), CPU, single_process())
+        pages.append(make_stash(model, settings, single_process(), CPU).pages.pages)
+        tokens = max(capacity.tokens for capacity in settings.graph.packing_capacities()) // ranks
+        layers = len(moe_blocks(model.chunks))
+        assert pages[-1] == pages_for(tokens, EXPERTS.per_token, layers, 1, 1.0, 64)
+    assert pages[1] < pages[0]

@@ -26,7 +26,8 @@ def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torc
     records = sum(len(moe_blocks([chunk])) * slots
                   for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True))
     auto = config.graph.capacities == "auto"
-    tokens = config.buckets.max_tokens if auto else max(c.tokens for c in config.graph.packing_capacities())
+    row = config.buckets.max_tokens if auto else max(c.tokens for c in config.graph.packing_capacities())
+    tokens = -(-row // config.parallel.cp)  # a row is spread over the ranks of a context
     stash.allocate(pages_for(tokens, experts.per_token, records, 1, config.parallel.expert_stash, stash.page_rows),
                    columns=columns)
     share(stash, model)
