@@ -39,8 +39,9 @@ class Rows(NamedTuple):
 class Dispatcher(Protocol):
     """One layer's way of moving tokens. num_experts: of the layer over all ranks; first, count: those of this rank.
 
-    static: whether every shape follows from T alone and nothing waits for the host, so that all stages can be captured;
-    why_not: otherwise what the reason is, per stage name.
+    why_not: by stage name, why a stage cannot be captured: the host waits in it; empty where every shape follows from T
+    alone. overflow: rows that were lacking, int64 []. demand: the factor that would have sufficed, in thousandths, 0
+    where nothing was lacking; None where nothing ever is.
     """
 
     num_experts: int

@@ -99,14 +99,17 @@ def stash_memory(columns: Mapping[Column, int], tokens: int, top_k: int, layers:
                        layers * in_flight * static_rows * row_bytes)
 
 
-def grown_pages(pages: int, need: int, most: int, room: float = 1.1) -> int:
-    """Pages for the next attempt after an overflow: `room` times the high-water mark `need`, at most `most`.
+def grown_pages(pages: int, need: int, most: int | None = None, room: float = 1.1) -> int:
+    """Pages for the next attempt after an overflow: `room` times the high-water mark `need`, at most `most`
+    (None = as many as there is memory for).
 
-    Demand is counted whether it fits or not, so that `need` pages would have sufficed; `need` is to be the largest of
-    all ranks, so that all decide alike. Raises ValueError when even `most` is not enough, or when `need` was there.
+    Demand is counted whether it fits or not, so that `need` pages would have sufficed. Raises ValueError when even
+    `most` is not enough, or when `need` was there.
     """
     if need <= pages:
         raise ValueError(f"{pages} pages were enough for a demand of {need}: there is no reason to grow")
+    if most is None:
+        return math.ceil(need * room)
     if need > most:
         raise ValueError(f"{need} pages were in demand, but there may be {most}: fewer microbatches in flight, smaller "
                          "ones, host pages, or a higher limit would help")

@@ -8,7 +8,6 @@ The verdict stays until `make_room`, so a step that was launched before the host
 step reads and writes besides parameters (gradients, loads of experts, optimizer state) begins anew or is left alone by
 a blocked update; random states are the trainer's to put back (`train/repeat.py`).
 """
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.moe.dispatch_padded import PaddedDispatcher
 from packgraph.moe.stash import Stash
+from packgraph.plan.stash import grown_pages
 
 SPARE = 1.1  # room over what was needed: routing goes on to move
 
@@ -80,7 +80,7 @@ class Overflow:
 
     def _more_pages(self, stash: Stash) -> str:
         before, needed = stash.pages.pages, int(stash.need_hi())
-        stash.allocate(math.ceil(needed * SPARE), columns=dict(stash.columns))
+        stash.allocate(grown_pages(before, needed), columns=dict(stash.columns))
         for block in moe_blocks(self._chunks):
             stash.attach(block)
         return f"the stash had {before} pages and needed {needed}; now there are {stash.pages.pages}"
