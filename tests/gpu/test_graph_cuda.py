@@ -224,3 +224,26 @@ def test_close_frees_the_pools():
     torch.cuda.empty_cache()
     assert graphed.stats.pool_bytes == 0
     assert torch.cuda.memory_reserved() - before < 64 << 20
+
+
+def forget_workspaces():
+    """What torch.compile's reduce-overhead does around each of its captures, and the memory is then needed."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("scope", [None, ["attn"], ["mlp"]], ids=str)
+def test_workspaces_that_torch_forgets_stay_mapped_while_graphs_write_to_them(scope):
+    """An illegal memory access before the workspaces had a pool of their own."""
+    eager = train(cuda_toy(), steps=6, device="cuda")
+    graphed = graph(cuda_toy(), scope=scope, granularity="layer")
+    workspaces = graphed._backend.workspaces
+    before = workspaces.nbytes()
+    assert before > 0
+    results = train(graphed, steps=6, between=lambda *_: forget_workspaces(), device="cuda")
+    assert differences(eager, results) == [] and graphed.stats.replayed > 4
+    addresses = [segment["address"] for segment in workspaces.pool.snapshot()]
+    workspaces.ensure()
+    assert workspaces.nbytes() == before and addresses
+    assert [segment["address"] for segment in workspaces.pool.snapshot()] == addresses

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from packgraph.graphs.backend import Result
+from packgraph.graphs.cuda_workspaces import CublasWorkspaces
 from packgraph.graphs.guard import Journal
 
 
@@ -168,7 +169,8 @@ class CudaBackend:
 
     def __init__(self, device: torch.device, extra_generators: Sequence[torch.Generator] = ()) -> None:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
-        self.stream = torch.cuda.Stream(self.device)
+        self.workspaces = CublasWorkspaces(self.device)
+        self.stream = self.workspaces.stream
         self.spare = torch.zeros(1, device=self.device)
         self.extra_generators = list(extra_generators)
 
@@ -179,6 +181,7 @@ class CudaBackend:
     @contextlib.contextmanager
     def window(self, pool: CudaPool, brief: CudaPool, journal: Journal) -> Iterator[CudaWindow]:
         """Open the capture of one variant into `pool`, brief memory into `brief`; on an error its graphs are freed."""
+        self.workspaces.ensure()
         window = CudaWindow(self, pool, brief)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         done = False
@@ -194,6 +197,7 @@ class CudaBackend:
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Run once on the capture stream: library handles, workspaces and compiled kernels come to life here."""
+        self.workspaces.ensure()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             run()
