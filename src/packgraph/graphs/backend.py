@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from packgraph.graphs.guard import Journal
+from packgraph.graphs.lanes import Lanes
 
 Result = TypeVar("Result")
 
@@ -68,12 +69,16 @@ class Backend(Protocol):
     """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live.
 
     extra_generators: random generators of the module to capture, besides the default ones; set before every capture.
+    lanes: copies between device and host beside eager work; those of a capture are told by `captured_lanes`.
     """
 
     name: str
     device_type: str
     guard_device: str | None
     extra_generators: list[torch.Generator]
+
+    @property
+    def lanes(self) -> Lanes: ...
 
     def new_pool(self) -> Pool: ...
 

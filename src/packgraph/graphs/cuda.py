@@ -12,6 +12,8 @@ import torch
 from packgraph.graphs.backend import Result
 from packgraph.graphs.cuda_workspaces import CublasWorkspaces
 from packgraph.graphs.guard import Journal
+from packgraph.graphs.lanes import HostMemories, capturing_lanes
+from packgraph.graphs.lanes_cuda import CudaLanes, pinned, streams_beside
 
 
 class CudaPool:
@@ -23,6 +25,7 @@ class CudaPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.live = 0
+        self.host = HostMemories(pinned)  # of copies that its graphs hold
         self.handle = torch.cuda.graph_pool_handle()
 
     def begin(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -45,6 +48,7 @@ class CudaPool:
         torch.cuda.synchronize(self.device)
         for segment in self.segments():
             _view(segment["address"], segment["total_size"], self.device).fill_(0xFF)
+        self.host.arenas.poison()
 
 
 def _view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -67,15 +71,17 @@ class CudaStatic:
 class CudaGraph:
     """One captured graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, window: "CudaWindow") -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
-        self.pool = pool
+        self.pool, self.host = pool, window.pool.host  # host memory that the graph knows by its address only
+        self.launched = window.backend.lanes.launched
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
         if self.graph is None:
             raise RuntimeError("this graph was reset")
         self.graph.replay()
+        self.launched()
 
     def reset(self) -> None:
         """Free the executable graph and its claim on the pool."""
@@ -90,23 +96,26 @@ class CudaWindow:
 
     def __init__(self, backend: "CudaBackend", pool: CudaPool, brief: CudaPool) -> None:
         self.backend, self.pool, self.brief = backend, pool, brief
+        self.lanes = CudaLanes(backend.device, backend.out_stream, backend.back_stream, pool.host)
         self.graphs: list[CudaGraph] = []
         self._waiting: list[CudaGraph] = []
 
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[CudaGraph, Result]:
         """Capture the work that `run` launches; nothing executes."""
         graph, pool = self._new_graph(), self.brief if brief else self.pool
-        with torch.cuda.stream(self.backend.stream):
+        self.lanes.next_capture()
+        with torch.cuda.stream(self.backend.stream), capturing_lanes(self.lanes):
             pool.begin(graph)
             ended = False
             try:
                 result = run()
+                self.lanes.join()
                 graph.capture_end()
                 ended = True
             finally:
                 if not ended:
                     self._abandon(graph, pool)
-        holder = CudaGraph(graph, pool)
+        holder = CudaGraph(graph, pool, self)
         self.graphs.append(holder)
         self._waiting.append(holder)
         return holder, result
@@ -171,6 +180,9 @@ class CudaBackend:
         self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
         self.workspaces = CublasWorkspaces(self.device)
         self.stream = self.workspaces.stream
+        # Copies beside the captured work, and beside eager work.
+        self.out_stream, self.back_stream, *eager = streams_beside(self.stream, 4)
+        self.lanes = CudaLanes(self.device, *eager)
         self.spare = torch.zeros(1, device=self.device)
         self.extra_generators = list(extra_generators)
 

@@ -34,6 +34,8 @@ from packgraph.graphs.guard import (
     shapes_only,
     written_tensors,
 )
+from packgraph.graphs.lanes import capturing_lanes
+from packgraph.graphs.lanes_emulated import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder_pool import POISON, Block, RecorderPool
 
 
@@ -129,8 +131,9 @@ class _Static:
 class RecorderGraph:
     """A recorded program, bound to static memory when its window closes."""
 
-    def __init__(self, nodes: list[_Node]) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: list[_Node], launched: Callable[[], None]) -> None:
+        """launched: called after every replay."""
+        self.nodes, self.launched = nodes, launched
         self.program: list[tuple[Any, Any, Any, list[Any], list[str], bool]] | None = None
 
     def bind(self, window: "RecorderWindow") -> None:
@@ -152,6 +155,7 @@ class RecorderGraph:
             raise RuntimeError("this graph was reset or its capture has not finished")
         with torch.autocast("cpu", enabled=False):
             self._replay(self.program)
+        self.launched()
 
     def _replay(self, program: list[Any]) -> None:
         pending: dict[int, Any] = {}
@@ -201,8 +205,12 @@ def _host_step(step: Any, pending: dict[int, Any]) -> None:
 class RecorderWindow:
     """The capture of one variant: all its graphs share one clock of births and deaths."""
 
-    def __init__(self, pool: RecorderPool, brief: RecorderPool, journal: Journal) -> None:
+    def __init__(self, pool: RecorderPool, brief: RecorderPool, journal: Journal, lanes: EmulatedLanes) -> None:
+        """lanes: of the backend's eager work."""
         self.pool, self.brief, self.journal = pool, brief, journal
+        self.lanes = RecordedLanes(self, pool.host, lanes.queues.late)
+        self._launched = lanes.launched
+        self._nodes: list[_Node] = []
         self._is_brief = False
         self.clock = 0
         self.blocks: list[Block] = []
@@ -225,6 +233,12 @@ class RecorderWindow:
 
         self.blocks.append(Block(storage.nbytes(), self.clock, weakref.ref(storage, died), brief=self._is_brief))
         self.block_of[cdata] = number
+
+    def note(self, step: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+        """Put `step` into the program: it is called with the memory of `tensors` at every replay."""
+        operands, spec = tree_flatten(((*tensors,), {}))
+        self._nodes.append(_Node(step, [self.operand(tensor) for tensor in operands], spec, [], []))
+        self.clock += 1
 
     def transfer(self, work: Any) -> int:
         """A number for a collective under way; its wait is recorded under the same number."""
@@ -275,12 +289,13 @@ class RecorderWindow:
 
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[RecorderGraph, Result]:
         """Run and record `run`. Raises CaptureError at the user's line for what a graph cannot hold."""
-        nodes: list[_Node] = []
+        nodes = self._nodes = list[_Node]()
         self._is_brief = brief
-        with _patched_host(self, nodes), HostReadGuard(None), _Recording(self, nodes):
+        with capturing_lanes(self.lanes), _patched_host(self, nodes), HostReadGuard(None), _Recording(self, nodes):
             result = run()
+            self.lanes.join()
         self._is_brief = False
-        graph = RecorderGraph(nodes)
+        graph = RecorderGraph(nodes, self._launched)
         self._graphs.append(graph)
         return graph, result
 
@@ -349,6 +364,7 @@ class RecorderBackend:
 
     def __init__(self, extra_generators: Sequence[torch.Generator] = ()) -> None:
         self.extra_generators = list(extra_generators)
+        self.lanes = EmulatedLanes(set[str]())
 
     def new_pool(self) -> RecorderPool:
         """An empty pool."""
@@ -357,7 +373,7 @@ class RecorderBackend:
     @contextlib.contextmanager
     def window(self, pool: RecorderPool, brief: RecorderPool, journal: Journal) -> Iterator[RecorderWindow]:
         """Open the capture of one variant into `pool`, brief memory into `brief`."""
-        window = RecorderWindow(pool, brief, journal)
+        window = RecorderWindow(pool, brief, journal, self.lanes)
         yield window
         window.close()
 

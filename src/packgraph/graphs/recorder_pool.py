@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from packgraph.graphs.lanes import HostMemories
+from packgraph.graphs.lanes_emulated import plain
 from packgraph.plan.memory_first_fit import place_blocks
 
 POISON = 0xFF
@@ -34,6 +36,7 @@ class RecorderPool:
 
     def __init__(self) -> None:
         self.segments: list[torch.Tensor] = []
+        self.host = HostMemories(plain)  # of copies that its graphs hold
 
     def nbytes(self) -> int:
         """Bytes reserved."""
@@ -43,6 +46,7 @@ class RecorderPool:
         """Fill all segments with the NaN pattern."""
         for segment in self.segments:
             segment.fill_(POISON)
+        self.host.arenas.poison()
 
     def place(self, blocks: list[Block]) -> list[tuple[torch.Tensor, int] | None]:
         """(segment, offset) for every dead block, None for those still referenced; grows the pool as needed."""

@@ -1,0 +1,185 @@
+"""Copies between device and host that run beside the captured or eager work: two lanes, one in each direction.
+
+    main     | F0 | F1 | F2 ...            | B2 | B1 | B0 ...
+    out           [0 -> host]                                        each copy waits for what main launched before it
+    back                                   [host -> 0]
+
+What orders a copy: everything that main has launched when it is queued; earlier copies of its lane; and the last copy
+of its host memory, in whatever direction. So a reload never reads host memory that is still being written, and host
+memory is never written while a reload still reads it. What orders main is `wait` alone: until main has waited for a
+copy out, its sources stay allocated; until main has waited for a copy back, its targets must not be read.
+
+A capture has lanes of its own (`captured_lanes`), made by its window and joined before the capture ends: a copy that
+nobody has waited for is waited for there. Copies of a finished capture, of the same window, need no waiting any more:
+their graph has ended when the next one begins. Host memory that captured copies use belongs to the pool of the slot,
+and the graphs keep it.
+"""
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+ALIGNMENT = 512
+SMALLEST_ARENA, LARGEST_ARENA = 1 << 20, 1 << 30
+
+
+@dataclass(eq=False)
+class Copy:
+    """One copy that was queued. lane: `out` or `back`. scope: the capture it belongs to. held: its sources, until main
+    has waited for it. done: whether main has. native: what the lanes know it by."""
+
+    lane: str
+    scope: int
+    held: list[torch.Tensor]
+    native: Any = None
+    done: bool = False
+
+
+@dataclass(eq=False)
+class HostMemory:
+    """Host memory of one group of tensors, uint8 [nbytes], pinned beside CUDA. last: the last copy from or to it."""
+
+    memory: torch.Tensor
+    last: Copy | None = field(default=None)
+
+
+class Lanes(Protocol):
+    """The lanes of a device, or of one capture."""
+
+    def host(self, nbytes: int) -> HostMemory:
+        """Host memory of at least `nbytes` that nobody else uses until `give_back`."""
+
+    def give_back(self, host: HostMemory) -> None:
+        """Others may use this host memory now: their copies wait for its last one."""
+
+    def point(self) -> Any:
+        """What main has launched so far, for `out`."""
+
+    def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
+        """Queue a copy of `sources` (uint8 [n] each) to the host, one behind the other. since: a `point`, None = now.
+        """
+
+    def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
+        """Queue the reload of what `out` has copied into tensors of the same sizes, allocated on main."""
+
+    def wait(self, copy: Copy) -> None:
+        """Main goes on when `copy` is done; its sources are given back."""
+
+    def join(self) -> None:
+        """Main waits for all copies."""
+
+    def postpone(self, launch: Callable[[], None]) -> None:
+        """Call `launch` once the next graph was launched, or at `launched`."""
+
+    def launched(self) -> None:
+        """A graph was launched: run what was postponed."""
+
+    def clock(self) -> Any:
+        """The time at which main gets here, for `elapsed_us`."""
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Microseconds between two times; waits for the device."""
+
+
+_CAPTURED: ContextVar[Lanes | None] = ContextVar("packgraph_captured_lanes", default=None)
+
+
+def captured_lanes() -> Lanes | None:
+    """The lanes of the capture that the caller's code is run for; None when none is under way."""
+    return _CAPTURED.get()
+
+
+@contextlib.contextmanager
+def capturing_lanes(lanes: Lanes) -> Iterator[None]:
+    """Within the block `captured_lanes` returns `lanes`."""
+    token = _CAPTURED.set(lanes)
+    try:
+        yield
+    finally:
+        _CAPTURED.reset(token)
+
+
+def parts(host: HostMemory, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The places of `tensors` (uint8 [n]) in host memory, one behind the other."""
+    found, start = [], 0
+    for tensor in tensors:
+        found.append(host.memory[start : start + tensor.numel()])
+        start += aligned(tensor.numel())
+    return found
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that `nbytes` take in host memory."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Arenas:
+    """Host memory cut from large pieces, which double in size: pinned memory is slow to make and rounded to powers of
+    two. make: a piece of that many bytes."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self._make = make
+        self.pieces: list[torch.Tensor] = []
+        self._used = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] that nobody else has."""
+        if not self.pieces or self._used + nbytes > self.pieces[-1].numel():
+            size = max(SMALLEST_ARENA, 2 * self.pieces[-1].numel() if self.pieces else 0)
+            self.pieces.append(self._make(max(min(size, LARGEST_ARENA), nbytes)))
+            self._used = 0
+        start = self._used
+        self._used += aligned(nbytes)
+        return self.pieces[-1][start : start + nbytes]
+
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.numel() for piece in self.pieces)
+
+    def poison(self) -> None:
+        """Overwrite everything with NaN patterns (tests)."""
+        for piece in self.pieces:
+            piece.fill_(0xFF)
+
+
+class HostMemories:
+    """Host memory of a slot, or of eager work. Buffers are numbered in the order in which a variant takes them, so that
+    the variants of a slot, which exclude each other, share them."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self.arenas = Arenas(make)
+        self._buffers: list[torch.Tensor] = []
+
+    def number(self, number: int, nbytes: int) -> torch.Tensor:
+        """Buffer `number`, with at least `nbytes`; a larger one takes the place of one that is too small."""
+        while len(self._buffers) <= number:
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self._buffers[number].numel() < nbytes:
+            self._buffers[number] = self.arenas.take(aligned(nbytes))
+        return self._buffers[number]
+
+
+class FreeHost:
+    """Who takes host memory now: the smallest free buffer that is large enough, else the next number of `memories`."""
+
+    def __init__(self, memories: HostMemories) -> None:
+        self.memories = memories
+        self._free: list[HostMemory] = []
+        self._taken = 0
+
+    def take(self, nbytes: int) -> HostMemory:
+        """Host memory of at least `nbytes`."""
+        fitting = [host for host in self._free if host.memory.numel() >= nbytes]
+        if fitting:
+            found = min(fitting, key=lambda host: host.memory.numel())
+            self._free = [host for host in self._free if host is not found]
+            return found
+        self._taken += 1
+        return HostMemory(self.memories.number(self._taken - 1, nbytes))
+
+    def give_back(self, host: HostMemory) -> None:
+        """Let the next one have it."""
+        self._free.append(host)
