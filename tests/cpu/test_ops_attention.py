@@ -106,13 +106,13 @@ def test_shapes_that_do_not_fit_are_named():
 @pytest.fixture
 def varlen(monkeypatch) -> None:
     """The CUDA kernel's place taken by the textbook: one head size, rows of padding unwritten in all that it makes."""
-    def forward(q, k, v, cu_seqlens, longest, scale):
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and longest == q.shape[0]
-        return textbook_forward(q, k, v, cu_seqlens, scale)
+    def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and longest == most_keys == q.shape[0]
+        return textbook_forward(q, k, v, cu_seqlens, scale, cu_keys)
 
-    def backward(grad, q, k, v, out, lse, cu_seqlens, longest, scale):
-        assert torch.isfinite(grad).all() and longest == q.shape[0]
-        return textbook_backward(grad, q, k, v, cu_seqlens, scale)
+    def backward(grad, q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale):
+        assert torch.isfinite(grad).all() and longest == most_keys == q.shape[0]
+        return textbook_backward(grad, q, k, v, cu_seqlens, scale, cu_keys)
 
     monkeypatch.setattr(attention_varlen, "_launch_forward", forward)
     monkeypatch.setattr(attention_varlen, "_launch_backward", backward)
@@ -135,11 +135,12 @@ def test_varlen_cleans_what_its_kernel_leaves_unwritten(varlen, value_dim, compi
 def test_varlen_kernels_are_called_as_this_torch_declares_them():
     """The kernel itself needs CUDA; that its schema takes the arguments does not."""
     q = torch.empty(8, 2, 8, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(20, 2, 8, device="meta", dtype=torch.bfloat16)
     boundaries = torch.empty(3, device="meta", dtype=torch.int32)
-    out, lse = attention_varlen._launch_forward(q, q, q, boundaries, 8, 0.5)
+    out, lse = attention_varlen._launch_forward(q, k, k, boundaries, boundaries, 8, 20, 0.5)
     assert (out.shape, lse.dtype) == (q.shape, torch.float32)
-    gradients = attention_varlen._launch_backward(out, q, q, q, out, lse, boundaries, 8, 0.5)
-    assert [x.shape for x in gradients] == [q.shape] * 3
+    gradients = attention_varlen._launch_backward(out, q, k, k, out, lse, boundaries, boundaries, 8, 20, 0.5)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 
 def test_varlen_says_why_it_cannot_run_here():

@@ -34,15 +34,16 @@ class StandIn:
     def __init__(self) -> None:
         self.seen: list[dict] = []
 
-    def forward(self, q, k, v, *, cu_seqlens_q, softmax_scale, out, lse, **options) -> None:
+    def forward(self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, out, lse, **options) -> None:
         self.note(options, q, k, v)
         used = int(cu_seqlens_q[-1])
-        out[:used] = textbook_forward(q, k, v, cu_seqlens_q, softmax_scale)[0][:used]
+        out[:used] = textbook_forward(q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k)[0][:used]
         lse.fill_(NAN)
 
-    def backward(self, q, k, v, out, grad, lse, *, cu_seqlens_q, softmax_scale, dq, dk, dv, **options) -> None:
+    def backward(self, q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, dq, dk, dv, **options
+                 ) -> None:
         self.note(options, q, k, v, grad)
-        found = textbook_backward(grad, q, k, v, cu_seqlens_q, softmax_scale)
+        found = textbook_backward(grad, q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k)
         for target, gradient in zip((dq, dk, dv), found):
             target.copy_(gradient)
 
@@ -101,7 +102,8 @@ def test_stand_in_catches_kernels_that_read_poison(kernels):
     q, k, v, _ = random_inputs(4, 1, 1, 8, 8, seed=0)
     v[3] = NAN
     with pytest.raises(AssertionError, match="0 times NaN"):
-        attention_flash._forward(q, k, v, batch.cu_seqlens, batch.padding_mask, 4, 1.0, False, False)
+        attention_flash._forward(q, k, v, batch.cu_seqlens, batch.cu_seqlens, batch.padding_mask,
+                                 batch.padding_mask, 4, 4, 1.0, False, False)
 
 
 def test_options_are_host_bounds_and_follow_the_global_setting(kernels):
@@ -120,13 +122,14 @@ def test_options_are_host_bounds_and_follow_the_global_setting(kernels):
 def test_operations_are_registered_as_torch_wants_them(kernels):
     batch = hand_batch([[1] * 4, [1] * 3], 8, 3)
     q, k, v, grad = random_inputs(8, 1, 2, 8, 4, seed=2)
-    arguments = (batch.cu_seqlens, batch.padding_mask, 8, 0.5, False, False)
+    cu_keys, tail = batch.cu_seqlens.clone(), batch.padding_mask.clone()
+    arguments = (batch.cu_seqlens, cu_keys, batch.padding_mask, tail, 8, 8, 0.5, False, False)
     torch.library.opcheck(attention_flash._forward, (q, k, v, *arguments),
                           test_utils=("test_schema", "test_faketensor"))
     out, lse = attention_flash._forward(q, k, v, *arguments)
-    torch.library.opcheck(attention_flash._backward, (grad, q, k, v, out, lse.zero_(), batch.cu_seqlens, 8, 0.5, False),
-                          test_utils=("test_schema",))
-    shapes = [x.shape for x in attention_flash._backward(grad, q, k, v, out, lse, batch.cu_seqlens, 8, 0.5, False)]
+    arguments = (grad, q, k, v, out, lse.zero_(), batch.cu_seqlens, cu_keys, 8, 8, 0.5, False)
+    torch.library.opcheck(attention_flash._backward, arguments, test_utils=("test_schema",))
+    shapes = [x.shape for x in attention_flash._backward(*arguments)]
     assert shapes == [q.shape, k.shape, v.shape]
 
 

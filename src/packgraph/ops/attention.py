@@ -24,6 +24,7 @@ from packgraph.ops.attention_naive import naive_attention
 from packgraph.ops.attention_sdpa import sdpa_attention
 from packgraph.ops.attention_varlen import varlen_attention, varlen_problems
 from packgraph.ops.context import own_heads_back, whole_rows
+from packgraph.ops.context_zigzag_attention import zigzag_attention
 
 __all__ = ["BACKENDS", "AttentionMetadata", "BackendChoice", "attention", "attention_metadata", "choose_backend"]
 
@@ -65,11 +66,12 @@ def attention(
     q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv]; Hq is a multiple of Hkv, query head h reads key head
     h // (Hq / Hkv). scale: factor on the scores, default D ** -0.5. Returns [T, Hq, Dv], zero in padding.
     Where the row is spread over ranks (`meta.context`), T is the number of this rank's rows in q, k, v and the result;
-    the ranks exchange heads for rows (ops/context.py), so the call is collective.
+    the ranks exchange heads for rows (ops/context.py) or gather keys and values (ops/context_zigzag_attention.py), so
+    the call is collective.
     Raises ValueError for shapes that do not fit together or that the backend does not support.
     """
     context = meta.context
-    num_tokens = meta.padding_mask.shape[0] // (1 if context is None else context.size)
+    num_tokens = meta.padding_mask.shape[0] // (1 if context is None or meta.keys is not None else context.size)
     if not (
         q.dim() == k.dim() == v.dim() == 3
         and q.shape[0] == k.shape[0] == v.shape[0] == num_tokens
@@ -84,4 +86,6 @@ def attention(
         )
     if context is None:
         return BACKENDS[meta.backend](q, k, v, meta, scale)
+    if meta.keys is not None:
+        return zigzag_attention(q, k, v, meta, scale, BACKENDS[meta.backend])
     return own_heads_back(BACKENDS[meta.backend](*whole_rows(q, k, v, context), meta, scale), context)

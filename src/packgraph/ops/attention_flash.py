@@ -112,16 +112,16 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, sc
     """
     _check_supported(q, v)
     if not meta.finite_padding:
-        padding = meta.padding_mask[:, None, None]
-        q, k, v = (x.masked_fill(padding, 0.0) for x in (q, k, v))
+        padding, tail = meta.padding_mask[:, None, None], meta.key_tail[:, None, None]
+        q, k, v = q.masked_fill(padding, 0.0), k.masked_fill(tail, 0.0), v.masked_fill(tail, 0.0)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     group = q.shape[1] // k.shape[1]
     # Never for bits that are not to depend on the capacity.
-    if not deterministic and repeats_heads(q.shape[0], meta.cu_seqlens.shape[0] - 1, group):
+    if not deterministic and repeats_heads(k.shape[0], meta.cu_seqlens.shape[0] - 1, group):
         k, v = (x.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2) for x in (k, v))
-    return _forward(q, k, v, meta.cu_seqlens, meta.padding_mask, meta.longest, scale, deterministic,
-                    meta.finite_padding)[0]
+    return _forward(q, k, v, meta.cu_seqlens, meta.cu_keys, meta.padding_mask, meta.key_tail, meta.longest,
+                    meta.most_keys, scale, deterministic, meta.finite_padding)[0]
 
 
 def repeats_heads(tokens: int, documents: int, group: int) -> bool:
@@ -145,59 +145,62 @@ def _problems_of(device: torch.device, dtype: torch.dtype, head_dim: int, value_
 
 
 @torch.library.custom_op("packgraph::flash_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tensor, longest: int, scale: float,
-             deterministic: bool, finite: bool) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, padding: Tensor, key_tail: Tensor,
+             longest: int, most_keys: int, scale: float, deterministic: bool, finite: bool) -> tuple[Tensor, Tensor]:
     """out [T, Hq, Dv], zero in padding; log-sum-exp float32 [Hq, T], not written in padding.
 
-    padding, deterministic and finite (whether the gradient of out is finite in padding) are for the backward.
+    padding, key_tail, deterministic and finite (whether the gradient of out is finite in padding) are for the backward.
     """
     kernels = _kernels()
     # Zeroed beforehand and not masked afterwards: that would read and write it all once more.
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    kernels.forward(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest,
-                    max_seqlen_k=longest, softmax_scale=scale, causal=True, return_lse=True, out=out, lse=lse)
+    kernels.forward(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_keys, max_seqlen_q=longest,
+                    max_seqlen_k=most_keys, softmax_scale=scale, causal=True, return_lse=True, out=out, lse=lse)
     return out, lse
 
 
 @_forward.register_fake
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, padding: Tensor, longest: int, scale: float,
-                    deterministic: bool, finite: bool) -> tuple[Tensor, Tensor]:
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, padding: Tensor,
+                    key_tail: Tensor, longest: int, most_keys: int, scale: float, deterministic: bool, finite: bool
+                    ) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("packgraph::flash_attention_backward", mutates_args=())
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-              longest: int, scale: float, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+              cu_keys: Tensor, longest: int, most_keys: int, scale: float, deterministic: bool
+              ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, shaped as q, k and v; not written in padding."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     _kernels().backward(q, k, v, out, grad.contiguous(), lse, softmax_scale=scale, causal=True,
-                        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
+                        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_keys, max_seqlen_q=longest, max_seqlen_k=most_keys,
                         deterministic=deterministic, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv
 
 
 @_backward.register_fake
 def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-                     longest: int, scale: float, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+                     cu_keys: Tensor, longest: int, most_keys: int, scale: float, deterministic: bool
+                     ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, padding, ctx.longest, ctx.scale, ctx.deterministic, ctx.finite = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, padding)
+    *tensors, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic, ctx.finite = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp, whose gradient nobody has
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, cu_seqlens, mask = ctx.saved_tensors
-    padding = mask[:, None, None]
+    *saved, mask, key_tail = ctx.saved_tensors
+    padding, tail = mask[:, None, None], key_tail[:, None, None]
     grad = grad if ctx.finite else grad.masked_fill(padding, 0.0)
-    gradients = _backward(grad, q, k, v, out, lse, cu_seqlens, ctx.longest, ctx.scale, ctx.deterministic)
+    dq, dk, dv = _backward(grad, *saved, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic)
     if ctx.finite:  # otherwise q, k and v were masked on the way in, and their gradients are on the way out
-        gradients = tuple(gradient.masked_fill(padding, 0.0) for gradient in gradients)
-    return (*gradients, None, None, None, None, None, None)
+        dq, dk, dv = dq.masked_fill(padding, 0.0), dk.masked_fill(tail, 0.0), dv.masked_fill(tail, 0.0)
+    return (dq, dk, dv, *[None] * 9)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

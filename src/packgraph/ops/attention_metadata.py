@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from packgraph.ops.context import ContextGroup
+from packgraph.ops.context_zigzag import PrefixRows
 from packgraph.packing.batch import PackedBatch
 
 
@@ -22,6 +23,10 @@ class AttentionMetadata(NamedTuple):
     numbers, so that nobody needs to clear them.
     context: the ranks that the row is spread over, each with T / size rows of q, k and v; None = this one has all. The
     other entries describe the whole row on every rank.
+    keys: where keys and values are other rows than queries (zigzag): their boundaries `keys.cu_keys` beside
+    `cu_seqlens` of the queries. Both have as many documents; a query sees the keys of its document up to its own
+    place, counted from the document's end. padding_mask is then bool [R] of the queries' rows, mask bool [R, Kx].
+    longest_keys: bound on the keys of one document.
     """
 
     cu_seqlens: Tensor
@@ -31,11 +36,33 @@ class AttentionMetadata(NamedTuple):
     backend: str
     finite_padding: bool = False
     context: ContextGroup | None = None
+    keys: PrefixRows | None = None
+    longest_keys: int = 0
+
+    @property
+    def cu_keys(self) -> Tensor:
+        """Boundaries of keys and values: int32, as many as of queries."""
+        return self.cu_seqlens if self.keys is None else self.keys.cu_keys
+
+    @property
+    def key_tail(self) -> Tensor:
+        """bool, True in rows of keys and values that belong to no document."""
+        return self.padding_mask if self.keys is None else self.keys.tail
+
+    @property
+    def most_keys(self) -> int:
+        """Bound on the keys of one document."""
+        return self.longest if self.keys is None else self.longest_keys
 
 
 def attention_metadata(batch: PackedBatch, backend: str, *, finite_padding: bool = False,
                        context: ContextGroup | None = None) -> AttentionMetadata:
-    """Build the metadata of one microbatch for `backend` (see `packgraph.ops.attention.BACKENDS`)."""
+    """Build the metadata of one microbatch for `backend` (see `packgraph.ops.attention.BACKENDS`).
+
+    context: of kind ulysses; ops/context_zigzag_attention.py makes the metadata of the other kind.
+    """
+    if context is not None and context.kind != "ulysses":
+        raise ValueError(f"metadata of rows cut by {context.kind} comes from zigzag_metadata, with the rows")
     longest = batch.capacity.longest
     return AttentionMetadata(
         cu_seqlens=batch.cu_seqlens,

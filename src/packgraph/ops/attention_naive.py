@@ -18,8 +18,8 @@ def naive_attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     boundaries = meta.cu_seqlens.tolist()
     outputs = []
-    for start, stop in itertools.pairwise(boundaries):
-        outputs.append(_one_document(q[start:stop], k[start:stop], v[start:stop], scale))
+    for queries, keys in zip(itertools.pairwise(boundaries), itertools.pairwise(meta.cu_keys.tolist()), strict=True):
+        outputs.append(_one_document(q[slice(*queries)], k[slice(*keys)], v[slice(*keys)], scale))
     outputs.append(q.new_zeros(q.shape[0] - boundaries[-1], q.shape[1], v.shape[2]))
     return torch.cat(outputs)
 
@@ -28,6 +28,6 @@ def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    future = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu(1)
+    future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(1 + k.shape[0] - q.shape[0])
     probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", probabilities, v)

@@ -12,8 +12,9 @@ from packgraph.ops.attention_metadata import AttentionMetadata
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None) -> Tensor:
     """Attention by mask. Shapes and dtypes as in `packgraph.ops.attention.attention`."""
-    padding = meta.padding_mask[:, None, None]
-    q, k, v = (x.masked_fill(padding, 0.0).transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    padding, tail = meta.padding_mask[:, None, None], meta.key_tail[:, None, None]
+    q, k, v = (x.masked_fill(mask, 0.0).transpose(0, 1).unsqueeze(0)
+               for x, mask in ((q, padding), (k, tail), (v, tail)))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=meta.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

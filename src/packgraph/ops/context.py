@@ -20,20 +20,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from packgraph.plan.context_kind import ContextKind
+
 
 class ContextGroup(NamedTuple):
     """The ranks that a row is spread over. size: their number; place: this rank's; name: of their process group.
 
+    kind: how they share attention (plan/context_kind.py); with `zigzag` rows are cut as in ops/context_zigzag.py.
     All constants: a captured graph bakes them, so size must be part of its key, and the rest follow from size.
     """
 
     size: int
     place: int
     name: str
+    kind: ContextKind = "ulysses"
 
 
 def own_rows(x: Tensor, context: ContextGroup | None) -> Tensor:
-    """This rank's rows [T / size, ...] of x [T, ...], a view; all of them without a context. T: a multiple of size."""
+    """This rank's rows [T / size, ...] of x [T, ...], a view; all of them without a context. T: a multiple of size.
+
+    As ulysses cuts them; rows that zigzag cuts are those of `RankRows.pick`.
+    """
     if context is None:
         return x
     rows = x.shape[0] // context.size
@@ -90,7 +97,7 @@ def total(x: Tensor, context: ContextGroup | None) -> Tensor:
     return made
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def group_of(name: str) -> dist.ProcessGroup:
     """The process group of this name: as torch's own operations on groups find it."""
     return _resolve_process_group(cast(Any, name))
 
@@ -98,7 +105,7 @@ def _group(name: str) -> dist.ProcessGroup:
 @torch.library.custom_op("packgraph::swap_parts", mutates_args=())
 def _swap(x: Tensor, group: str) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=_group(group))
+    dist.all_to_all_single(out, x.contiguous(), group=group_of(group))
     return out
 
 
@@ -121,7 +128,7 @@ _swap.register_autograd(_swap_back, setup_context=_save_group)
 @torch.library.custom_op("packgraph::total_over_ranks", mutates_args=())
 def _total(x: Tensor, group: str) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=_group(group))
+    dist.all_reduce(out, group=group_of(group))
     return out
 
 

@@ -1,0 +1,142 @@
+"""Attention of a row that is cut in zigzag: queries stay, keys and values of all ranks come.
+
+    k, v of own rows --all-gather--> of all rows --reorder--> prefixes --+
+    q of own rows -------------------------------------------------------+-- attention by any backend --> own rows
+
+The backward goes the same way back: gradients of prefixes are added up for each row (two addends at most), sent to the
+ranks whose rows they are, and added up there in the order of ranks. All are gathers and sums in a fixed order, no
+atomics: same bits in every run, whatever the documents are.
+
+A rank keeps the prefixes for the backward: T + T / 2c rows of keys and values where ulysses keeps T rows of 1 / c of
+the heads. Padding inside documents is attended to by padding alone, is zero in the output, and its gradients are zero.
+"""
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.ops.context import ContextGroup, group_of, swap_parts
+from packgraph.ops.context_zigzag import PrefixRows, RankRows, zigzag_tables
+from packgraph.packing.batch import PackedBatch
+from packgraph.plan.context_kind import places
+
+Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None], Tensor]
+
+
+def zigzag_metadata(batch: PackedBatch, backend: str, context: ContextGroup, *, finite_padding: bool = False
+                    ) -> tuple[RankRows, AttentionMetadata]:
+    """Which rows of `batch` are this rank's, and what attention over them needs. No host sync.
+
+    Raises ValueError where the tokens of the batch are no multiple of 2 * context.size.
+    """
+    capacity = batch.capacity
+    rows, keys = zigzag_tables(batch.cu_seqlens, capacity.tokens, context.size, context.place)
+    longest = min(places(capacity.bound, 2 * context.size), capacity.tokens)
+    return rows, AttentionMetadata(
+        cu_seqlens=keys.cu_queries,
+        padding_mask=rows.padding,
+        mask=prefix_mask(keys, rows.padding.shape[0]) if backend == "sdpa" else None,
+        longest=longest // (2 * context.size),
+        backend=backend,
+        finite_padding=finite_padding,
+        context=context,
+        keys=keys,
+        longest_keys=longest,
+    )
+
+
+def zigzag_attention(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None, backend: Backend
+                     ) -> Tensor:
+    """Attention of own rows over the whole row: q [R, Hq, D], k [R, Hkv, D], v [R, Hkv, Dv] -> [R, Hq, Dv], zero in
+    padding. meta: of `zigzag_metadata`. Collective. Raises ValueError where k and v are of two dtypes."""
+    assert meta.context is not None and meta.keys is not None
+    padding = meta.padding_mask[:, None, None]
+    if not meta.finite_padding:  # padding inside documents lies among their rows, where a kernel reads it
+        q, k, v = (x.masked_fill(padding, 0.0) for x in (q, k, v))
+    out = backend(q, *prefixes(k, v, meta.keys, meta.context), meta, scale)
+    return out.masked_fill(padding, 0.0)
+
+
+def prefixes(k: Tensor, v: Tensor, keys: PrefixRows, context: ContextGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values of own rows [R, H, D] and [R, H, Dv] -> of the prefixes [Kx, H, D] and [Kx, H, Dv]; in the tail
+    stand those of some row. Collective. Raises ValueError where they are of two dtypes."""
+    if k.dtype != v.dtype:
+        raise ValueError(f"keys and values travel together, so they must be of one dtype, not {k.dtype} and {v.dtype}; "
+                         "cast them before attention")
+    own = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
+    every = gather_parts(own, context).flatten(0, 1)
+    found = _Reorder.apply(every, keys.take, keys.places, k.shape[1] * k.shape[2])
+    return found[0].unflatten(1, k.shape[1:]), found[1].unflatten(1, v.shape[1:])
+
+
+def gather_parts(x: Tensor, context: ContextGroup) -> Tensor:
+    """What all ranks have: x [...] -> [size, ...], rank r's at [r]. Collective. Differentiable: every rank gets the sum
+    of what the ranks say of its part, added up in their order (in float32 where x is narrower)."""
+    made: Tensor = _gather(x, context.name, context.size)
+    return made
+
+
+def prefix_mask(keys: PrefixRows, rows: int) -> Tensor:
+    """bool [rows, Kx]: whether a query may look at a key. Tails look at each other, so that softmax is defined."""
+    document, before = _within(keys.cu_queries, rows)
+    key_document, key = _within(keys.cu_keys, keys.tail.shape[0])
+    ahead = torch.cat((keys.cu_keys.diff() - keys.cu_queries.diff(), keys.cu_keys.new_zeros(1)))  # keys before a part
+    return (document[:, None] == key_document) & (key <= (before + ahead[document])[:, None])
+
+
+def _within(boundaries: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each of `count` places its document (the tail is the last one) and its place in that."""
+    place = torch.arange(count, device=boundaries.device)
+    document = torch.searchsorted(boundaries[1:].contiguous(), place, right=True)
+    return document, place - boundaries[document]
+
+
+class _Reorder(torch.autograd.Function):
+    """every [M, C] -> rows `take` of its first `columns` columns [Kx, columns] and of the others [Kx, C - columns].
+
+    places: int64 [M, 2], where each row went, -1 = nowhere. Reads no gradient that lies at no place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, every: Tensor, take: Tensor, places: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(places)
+        return every[:, :columns].index_select(0, take), every[:, columns:].index_select(0, take)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        nowhere, safe = (places < 0).unbind(1), places.clamp(min=0).unbind(1)
+        sums = []
+        for grad in grads:
+            first, second = (grad.index_select(0, at).masked_fill(none[:, None], 0.0)
+                             for at, none in zip(safe, nowhere, strict=True))
+            sums.append(first + second)
+        return torch.cat(sums, dim=1), None, None, None
+
+
+@torch.library.custom_op("packgraph::gather_parts", mutates_args=())
+def _gather(x: Tensor, group: str, size: int) -> Tensor:
+    out = x.new_empty(size, *x.shape)
+    dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=group_of(group))
+    return out
+
+
+@_gather.register_fake
+def _gathered_shape(x: Tensor, group: str, size: int) -> Tensor:
+    return x.new_empty(size, *x.shape)
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _sum_parts(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return swap_parts(grad, ctx.group).sum(0), None, None
+
+
+_gather.register_autograd(_sum_parts, setup_context=_save_group)
