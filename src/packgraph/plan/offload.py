@@ -84,6 +84,11 @@ class OffloadTrace:
         """Indices of the groups as their backwards start; what starts at one time runs in reverse of the forward."""
         return tuple(sorted(range(len(self.groups)), key=lambda index: (self.groups[index].backward_us, -index)))
 
+    @cached_property
+    def backward_place(self) -> dict[int, int]:
+        """Index of a group -> its place in `backward_order`."""
+        return {index: place for place, index in enumerate(self.backward_order)}
+
     @property
     def bytes(self) -> int:
         """Of all groups of one microbatch."""
@@ -164,7 +169,7 @@ def plan_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
     if len(plan.moves) != count or len(plan.reload_at) != count:
         return [f"the trace has {count} groups, the plan {len(plan.moves)} moves and {len(plan.reload_at)} reloads"]
     errors = [] if plan.in_flight >= 0 else [f"in_flight is {plan.in_flight}, must be at least 0"]
-    place = {group: position for position, group in enumerate(trace.backward_order)}
+    place = trace.backward_place
     for index, (moves, at) in enumerate(zip(plan.moves, plan.reload_at)):
         told = f"group {index} ({trace.groups[index].name} of layer {trace.groups[index].layer})"
         if not moves and at != KEPT:

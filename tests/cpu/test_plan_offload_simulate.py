@@ -1,0 +1,146 @@
+"""The simulator of offloading: a case by hand, its rules on random plans, and its judge against broken timelines."""
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offloadtraces import make_trace, small_traces, speeds
+
+from packgraph.plan.offload import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.plan.offload_check import timeline_errors
+from packgraph.plan.offload_passes import Passes
+from packgraph.plan.offload_simulate import Copy, OffloadTimeline, Wait, predicted, simulate_offload
+
+SPEED = CopySpeed(1.0, 2.0, 0.0)
+FOUR = make_trace([10, 10, 10, 10], [10.0, 10.0, 10.0, 10.0])
+PLAN = OffloadPlan((True, False, True, False), (2, KEPT, 3, KEPT), 1)
+
+
+def test_the_picture_of_the_module_comes_true() -> None:
+    timeline = simulate_offload(FOUR, SPEED, PLAN)
+    assert timeline.copies == (Copy(0, True, 10, 10, 20), Copy(2, True, 30, 30, 40), Copy(2, False, 40, 40, 45),
+                               Copy(0, False, 60, 60, 65))
+    assert timeline.waits == () and timeline.forward_end == 40 and timeline.end == 120
+    assert [held for _, held in timeline.memory] == [0, 10, 20, 30, 20, 30, 20, 30, 20, 30, 20, 10, 0]
+    assert timeline.peak_bytes == 30
+    assert timeline_errors(FOUR, PLAN, timeline) == []
+
+
+def test_waits_move_everything_behind_them() -> None:
+    plan = OffloadPlan((True, True, False, True), (0, 1, KEPT, 3), 1)
+    slow = CopySpeed(0.5, 0.5, 0.0)
+    timeline = simulate_offload(FOUR, slow, plan)
+    # 20 us each: the commit of 1 waits for copy 0, the end of the forward for copy 3; reloads are all exposed.
+    assert timeline.waits == (Wait(0, True, 20, 30), Wait(3, True, 50, 70), Wait(3, False, 70, 90),
+                              Wait(1, False, 130, 150), Wait(0, False, 170, 190))
+    assert timeline.forward_end == 70 and timeline.end == 120 + timeline.exposed_us
+    assert timeline_errors(FOUR, plan, timeline) == []
+
+
+def test_other_microbatches_hold_what_is_kept() -> None:
+    plan = predicted(replace(FOUR, slots=3, other_bytes=7), SPEED, PLAN)
+    assert plan.peak_bytes == 7 + 2 * 20 + 30 and plan.kept_peak_bytes == 7 + 3 * 40 and plan.saved_bytes == 50
+    assert plan.moved_bytes == 20 and plan.host_bytes == 60 and plan.copy_us == 30 and plan.exposed_us == 0
+    assert plan.hidden_us == 30 and plan.lost == 0
+
+
+@st.composite
+def plans(draw: st.DrawFn, trace: OffloadTrace) -> OffloadPlan:
+    """Any legal plan, reloads out of order included."""
+    count = len(trace.groups)
+    moves = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    reload_at = [trace.backward_order[draw(st.integers(0, trace.backward_place[index]))] if moved else KEPT
+                 for index, moved in enumerate(moves)]
+    return OffloadPlan(tuple(moves), tuple(reload_at), draw(st.integers(0, 4)))
+
+
+@given(st.data(), small_traces(), speeds())
+def test_random_plans_keep_all_rules(data: st.DataObject, trace: OffloadTrace, speed: CopySpeed) -> None:
+    plan = data.draw(plans(trace))
+    timeline = simulate_offload(trace, speed, plan)
+    assert timeline_errors(trace, plan, timeline) == []
+    figures = predicted(trace, speed, plan)
+    assert timeline.end == pytest.approx(trace.compute_us + figures.exposed_us)
+    assert -1e-6 <= figures.exposed_us <= figures.copy_us + 1e-6
+    assert figures.peak_bytes >= trace.other_bytes + trace.slots * (trace.bytes - figures.moved_bytes)
+
+
+@given(st.data(), small_traces(), speeds())
+def test_no_copy_gets_worse_by_faster_copies_or_more_in_flight(data: st.DataObject, trace: OffloadTrace,
+                                                               speed: CopySpeed) -> None:
+    plan = data.draw(plans(trace))
+    before = simulate_offload(trace, speed, plan)
+    fast = CopySpeed(speed.to_host_bytes_per_us * 1.5, speed.to_device_bytes_per_us * 1.2, speed.latency_us / 2)
+    assert simulate_offload(trace, fast, plan).exposed_us <= before.exposed_us + 1e-6
+    freer = simulate_offload(trace, speed, replace(plan, in_flight=plan.in_flight + 1))
+    assert freer.exposed_us <= before.exposed_us + 1e-6 and freer.peak_bytes >= before.peak_bytes
+
+
+@given(st.data(), small_traces(), speeds())
+@settings(max_examples=200)
+def test_the_fast_passes_equal_the_simulator(data: st.DataObject, trace: OffloadTrace, speed: CopySpeed) -> None:
+    count = len(trace.groups)
+    moves = tuple(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    in_flight, limit = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3 * trace.bytes + 20))
+    passes = Passes(trace, speed)
+    forward = passes.forward(moves, in_flight)
+    backward = passes.backward(moves, forward.kept_bytes, limit)
+    assert backward is not None
+    plan = OffloadPlan(moves, backward.reload_at, in_flight)
+    assert plan_errors(trace, plan) == []
+    figures = predicted(trace, speed, plan)
+    assert figures.peak_bytes == max(forward.peak_bytes, backward.peak_bytes)
+    assert figures.exposed_us == pytest.approx(forward.exposed_us + backward.exposed_us)
+    # A limit on waiting only cuts off what waits for longer.
+    for most in (backward.exposed_us + 1e-6, backward.exposed_us - 1e-6):
+        cut = passes.backward(moves, forward.kept_bytes, limit, most)
+        assert cut == (backward if most > backward.exposed_us or backward.exposed_us == 0 else None)
+    inline = passes.backward(moves, forward.kept_bytes, 0)
+    assert inline is not None and inline.peak_bytes <= backward.peak_bytes
+    assert backward.peak_bytes <= max(limit, inline.peak_bytes)
+
+
+def changed(timeline: OffloadTimeline, copy: int, **values: float) -> OffloadTimeline:
+    copies = [replace(one, **values) if place == copy else one for place, one in enumerate(timeline.copies)]
+    return replace(timeline, copies=tuple(copies))
+
+
+def earlier(timeline: OffloadTimeline, held: int) -> OffloadTimeline:
+    """The first time that memory is given back, given back before the copy ends."""
+    memory = list(timeline.memory)
+    memory[held - 1] = (memory[held - 1][0], memory[held - 1][1] - 10)
+    return replace(timeline, memory=tuple(memory))
+
+
+@pytest.mark.parametrize(("broken", "said"), [
+    (lambda line: changed(line, 1, start=15.0, end=25.0), "before it was queued"),
+    (lambda line: changed(line, 1, queued=10.0, start=15.0, end=25.0), "at one time or out of order"),
+    (lambda line: changed(line, 3, queued=15.0, start=15.0, end=20.0), "group 0 is reloaded before it is on the host|"
+     "at one time"),
+    (lambda line: changed(line, 3, start=101.0, end=106.0), "backward of group 0 starts before it is back"),
+    (lambda line: changed(line, 3, queued=70.0, start=70.0, end=75.0), "reloaded later than the backward of 2"),
+    (lambda line: replace(line, copies=line.copies[1:]), "copied to the host are .2., not the moved groups .0, 2."),
+    (lambda line: changed(line, 1, end=41.0), "forward ends before its copies"),
+    (lambda line: changed(line, 0, end=31.0), "2 copies to the host are in flight after group 2, 1 may be"),
+    (lambda line: changed(line, 0, queued=11.0, start=11.0), "group 0 goes to the host later than it is made"),
+    (lambda line: replace(line, end=119.0), "until 119.0 us compute takes 120.0 us and waits 0"),
+    (lambda line: replace(line, waits=(Wait(2, False, 45.0, 50.0),)), "until 60.0 us compute .* and waits 5.0 us"),
+    (lambda line: earlier(line, 2), "at 15.0 us the device holds 0 bytes, and 10 are in use"),
+    (lambda line: replace(line, memory=(*line.memory, (120.0, 1))), "1 bytes are held in the end, must be 0"),
+])
+def test_the_judge_sees_what_is_wrong(broken, said: str) -> None:
+    timeline = broken(simulate_offload(FOUR, SPEED, PLAN))
+    with pytest.raises(AssertionError, match=said):
+        assert not timeline_errors(FOUR, PLAN, timeline), "; ".join(timeline_errors(FOUR, PLAN, timeline))
+
+
+def test_impossible_traces_and_plans_are_refused_with_all_reasons() -> None:
+    group = OffloadGroup("core_attn", 0, -1, 5.0, 9.0, copies=0)
+    with pytest.raises(ValueError, match=r"(?s)slots is 0.*bytes is -1.*copies is 0.*after 5.0 us.*after 9.0 us"):
+        OffloadTrace((group,), 4.0, 8.0, slots=0)
+    wrong = OffloadPlan((True, False, True, True), (3, 2, KEPT, 1), -1)
+    with pytest.raises(ValueError, match=r"(?s)in_flight is -1.*group 1 .*does not move.*group 2 .*no group -1.*"
+                                         r"group 3 .*comes after its own"):
+        simulate_offload(FOUR, SPEED, wrong)
+    with pytest.raises(ValueError, match="4 groups, the plan 1 moves and 0 reloads"):
+        simulate_offload(FOUR, SPEED, OffloadPlan((True,), (), 1))

@@ -1,0 +1,47 @@
+"""Traces of offloading for tests: small ones of any kind, and layers as a decoder has them."""
+from hypothesis import strategies as st
+
+from packgraph.plan.offload import CopySpeed, OffloadGroup, OffloadTrace
+
+MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
+
+
+def make_trace(sizes: list[int], times: list[float], slots: int = 1, other_bytes: int = 0,
+               backward_times: list[float] | None = None) -> OffloadTrace:
+    """Groups one after another, and back in reverse; a backward takes twice as long as its forward, or as given."""
+    back_times = backward_times or [2.0 * time for time in times]
+    ends = [sum(times[:index + 1]) for index in range(len(times))]
+    starts = [sum(back_times[index + 1:]) for index in range(len(times))]
+    groups = tuple(OffloadGroup(MODULES[index % len(MODULES)], index // len(MODULES), size, ends[index], starts[index])
+                   for index, size in enumerate(sizes))
+    return OffloadTrace(groups, sum(times), sum(back_times), slots, other_bytes)
+
+
+def decoder_trace(layers: int, slots: int = 1) -> OffloadTrace:
+    """Layers of an 8B-shaped decoder at 8,192 tokens: about 0.8 GiB and 10 ms of forward each."""
+    hidden = 8192 * 4096 * 2
+    one = [(hidden, 20.0), (hidden, 1000.0), (3 * hidden // 2, 1400.0), (hidden, 700.0), (hidden, 20.0),
+           (7 * hidden, 7000.0)]
+    return make_trace([size for size, _ in one] * layers, [time for _, time in one] * layers, slots)
+
+
+@st.composite
+def small_traces(draw: st.DrawFn, least: int = 0, most: int = 6) -> OffloadTrace:
+    """Any order of backwards, groups of no bytes and of no time, several slots."""
+    count = draw(st.integers(least, most))
+    sizes = draw(st.lists(st.integers(0, 30), min_size=count, max_size=count))
+    ends = sorted(draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)))
+    starts = draw(st.lists(st.integers(0, 80), min_size=count, max_size=count))
+    if draw(st.booleans()):
+        starts.sort(reverse=True)
+    groups = tuple(OffloadGroup("core_attn", index, *values, copies=draw(st.integers(1, 2)))
+                   for index, values in enumerate(zip(sizes, ends, starts)))
+    return OffloadTrace(groups, max(ends, default=0) + draw(st.integers(0, 9)),
+                        max(starts, default=0) + draw(st.integers(0, 9)), draw(st.integers(1, 3)),
+                        draw(st.sampled_from([0, 17])))
+
+
+def speeds() -> st.SearchStrategy[CopySpeed]:
+    """From hopeless to faster than needed."""
+    rate = st.sampled_from([0.25, 0.5, 1.0, 2.0, 5.0])
+    return st.builds(CopySpeed, rate, rate, st.sampled_from([0.0, 0.5, 2.0]))
