@@ -17,11 +17,13 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
+from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import Executor
 from packgraph.train.options import TrainConfig
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.repeat import MOST
-from packgraph.train.step import accumulate, count_loss_tokens, own_share
+from packgraph.train.sharing import Sharing
+from packgraph.train.step import accumulate, count_loss_tokens
 
 Made = TypeVar("Made")
 
@@ -32,6 +34,7 @@ class Side:
     def __init__(self, config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> None:
         """mesh: where the processes are; None = a run of this process alone."""
         self.device, self.mesh = device, mesh or single_process()
+        self.sharing = Sharing.of(self.mesh, rank_tokens(config))
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         # Some steps have all their microbatches in flight.
@@ -73,7 +76,7 @@ class Side:
         Raises RuntimeError when the step does not fit into the room for experts after several attempts.
         """
         self.executor.before_step(step)
-        share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"], self.mesh.size("ep"))
+        share = self.sharing.share(batches)
         for _ in range(MOST):
             set_random_states(self.random, self.device)
             made = make(share)

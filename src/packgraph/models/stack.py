@@ -52,6 +52,7 @@ class DecoderStack(nn.Module):
         self.config, self.first, self.last = config, first, last
         self.split_rows = False  # whether hidden states are this rank's rows only (sequence parallelism)
         self.context, self.contexts = 1, dict[int, ContextGroup]()  # set by parallel/context.py
+        self.rank_tokens: int | None = None  # of any row; how many ranks share it then follows from its capacity
         if first or (last and config.tie_embeddings):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
@@ -68,7 +69,7 @@ class DecoderStack(nn.Module):
 
     def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None,
               context: int | None = None) -> State:
-        size = self.context if context is None else context
+        size = self._ranks_of(batch) if context is None else context
         if size != 1 and size not in self.contexts:
             raise ValueError(f"rows cannot be spread over {size} ranks: this model knows groups of "
                              f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context")
@@ -79,6 +80,10 @@ class DecoderStack(nn.Module):
                                  "use capacities whose tokens are a multiple of them")
             state["context"] = self.contexts[size]
         return state if hidden is None else {**state, "hidden": hidden}
+
+    def _ranks_of(self, batch: PackedBatch) -> int:
+        """How many ranks share the row of `batch`."""
+        return self.context if self.rank_tokens is None else batch.capacity.tokens // self.rank_tokens
 
     def stages(self) -> Sequence[Stage]:
         inner = [stage for layer in self.layers.values() for stage in layer.stages()]  # type: ignore[operator]

@@ -12,7 +12,9 @@ says all that a graph bakes.
 """
 from typing import Any
 
-from packgraph.ops.context import ContextGroup
+import torch
+
+from packgraph.ops.context import ContextGroup, swap_parts
 from packgraph.parallel.mesh import Mesh
 
 
@@ -28,16 +30,24 @@ def context_problems(config: Any, ranks: int, heads_split: int = 1) -> list[str]
     return []
 
 
-def spread_context(model: Any, mesh: Mesh) -> None:
+def spread_context(model: Any, mesh: Mesh, rank_tokens: int | None = None) -> None:
     """Let `model`, a decoder or some layers of one, spread its rows over the `cp` ranks of `mesh`, in place.
 
-    Nothing is sent. The tokens of every capacity must be a multiple of the ranks (with sequence parallelism: times tp).
+    rank_tokens: tokens of any row that a rank works on, where rows are spread over changing numbers of ranks, those of
+    `mesh.layout.contexts`: a row of c times as many tokens is one of c ranks. Collective: every group is used once,
+    largest first, so that no communicator is made in the middle of a step. The tokens of every capacity must be a
+    multiple of the ranks (with sequence parallelism: times tp).
     To be called after `parallel.tensor.parallelize` and before graphs are captured. Raises ValueError with all reasons.
     """
     ranks, group = mesh.size("cp"), mesh.group("cp")
     problems = context_problems(model.config, ranks, mesh.size("tp"))
     if problems:
         raise ValueError("; ".join(problems))
-    if group is not None:
-        model.contexts[ranks] = ContextGroup(ranks, mesh.place["cp"], group.group_name)
-        model.context = ranks
+    if group is None:
+        return
+    model.context, model.rank_tokens = ranks, rank_tokens
+    device = next(model.parameters()).device
+    for size in sorted({ranks, *mesh.layout.contexts} - {1}, reverse=True):
+        name = mesh.context_group(size).group_name
+        model.contexts[size] = ContextGroup(size, mesh.place["cp"] % size, name)
+        swap_parts(torch.zeros(size, device=device), name)

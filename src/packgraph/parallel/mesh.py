@@ -15,7 +15,7 @@ the same numbers, and an impossible one is refused with all reasons before any p
 """
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,27 @@ JOINED = {"dp_cp": "dp", "edp_cp": "edp"}
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis. dp: None = all ranks that the other axes leave over. ep: divides dp."""
+    """Ranks along each axis. dp: None = all ranks that the other axes leave over. ep: divides dp.
+
+    contexts: how many ranks may share a row where that changes from microbatch to microbatch, divisors of cp; a group
+    is a block of consecutive ranks of the `cp` axis. Empty: always cp.
+    """
 
     dp: int | None = None
     pp: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    contexts: tuple[int, ...] = ()
 
     def problems(self, world: int) -> list[str]:
         """All reasons why this layout cannot be laid over `world` processes."""
-        found = [f"{axis.name} = {size} must be at least 1" for axis in fields(self)
-                 if (size := getattr(self, axis.name)) is not None and size < 1]
+        found = [f"{axis} = {size} must be at least 1" for axis in (*AXES, "ep")
+                 if (size := getattr(self, axis)) is not None and size < 1]
         if found:
             return found
+        found = [f"contexts: {size} ranks that share a row must divide cp = {self.cp}" for size in self.contexts
+                 if size < 1 or self.cp % size]
         inner = self.pp * self.cp * self.tp
         if self.dp is None and world % inner:
             found.append(f"pp {self.pp} x cp {self.cp} x tp {self.tp} = {inner} processes do not divide the {world} "
@@ -81,6 +88,15 @@ class Layout:
             found["edp_cp"].setdefault((place["dp"] % self.ep, place["pp"], place["tp"]), []).append(rank)
         return {axis: list(groups.values()) for axis, groups in found.items()}
 
+    def context_ranks(self, size: int) -> list[list[int]]:
+        """The ranks of every block of `size` consecutive ranks along `cp`; the layout must be resolved."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range((self.dp or 1) * self.pp * self.cp * self.tp):
+            place = self.coordinates(rank)
+            block = place["dp"], place["pp"], place["tp"], place["cp"] // size
+            found.setdefault(block, []).append(rank)
+        return list(found.values())
+
     def expert_ranks(self) -> dict[str, list[list[int]]]:
         """The ranks of every group along `ep` (they exchange tokens) and along `edp` (they hold the same experts), in
         the order of their places; the layout must be resolved."""
@@ -97,7 +113,7 @@ class Mesh:
 
     place: along each axis, `ep` and `edp` too. devices: torch's mesh, None when there is one process only.
     made: this rank's groups that are no axis of it: along `ep` and `edp` where experts are shared, along `dp_cp` and
-    `edp_cp` where rows are.
+    `edp_cp` where rows are; `context N`: the N ranks that share a row with this one where their number changes.
     """
 
     layout: Layout
@@ -128,6 +144,12 @@ class Mesh:
         if axis in ("ep", "edp") and self.size("ep") > 1:
             return self.made[axis]
         return self.devices.get_group("dp" if axis == "edp" else axis)
+
+    def context_group(self, size: int) -> dist.ProcessGroup:
+        """The process group of the `size` ranks, of layout.contexts or cp, that share rows with this one."""
+        group = self.group("cp") if size == self.size("cp") else self.made[_context(size)]
+        assert group is not None
+        return group
 
     def everyone(self) -> dist.ProcessGroup | None:
         """The group of all processes, None when there is one."""
@@ -165,10 +187,23 @@ def _place(layout: Layout, rank: int) -> dict[str, int]:
     return place | {"ep": place["dp"] % layout.ep, "edp": place["dp"] // layout.ep}
 
 
+def _context(size: int) -> str:
+    return f"context {size}"
+
+
+def context_sizes(cp: int) -> tuple[int, ...]:
+    """How many ranks may share a row where it is at most `cp`: cp and the powers of two that divide it, ascending."""
+    return tuple(sorted({cp, *(1 << power for power in range(cp.bit_length()) if cp % (1 << power) == 0)}))
+
+
 def _made_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
     """This rank's groups that are no axis of torch's mesh. Collective: all ranks make all groups, in one order."""
     mine: dict[str, dist.ProcessGroup] = {}
-    wanted = (layout.expert_ranks() if layout.ep > 1 else {}) | (layout.replica_ranks() if layout.cp > 1 else {})
+    # The largest groups first: they take most memory.
+    wanted = {_context(size): layout.context_ranks(size) for size in sorted(layout.contexts, reverse=True)
+              if 1 < size < layout.cp}
+    wanted |= layout.expert_ranks() if layout.ep > 1 else {}
+    wanted |= layout.replica_ranks() if layout.cp > 1 else {}
     for axis, groups in wanted.items():
         for ranks in groups:
             # A communicator of their own even where ranks are those of dp or cp: reductions of gradients, which start

@@ -46,16 +46,17 @@ class Pipeline:
     module(batch, tokens_in_step) in the first stage and module(batch, tokens_in_step, hidden [T, width]) in the others;
     returns hidden states, or the loss in the last stage. width, dtype: of the hidden states. row_parts: ranks that
     share the rows of the hidden states (context parallel, and tensor parallel with sequence); each has T // row_parts
-    of them. group: microbatch group size of the interleaved schedule. whole_steps: capture the rank's whole schedule,
-    with its sends and receives, as one graph per combination of microbatch shapes (granularity `step`); a combination
-    that does not fit into the bank, or cannot be captured on every rank, runs by the chunks' graphs, counted in
-    `step_stats`.
+    of them. rank_rows: how many each has of any row, where the ranks that share it change. group: microbatch group size
+    of the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends and receives, as one
+    graph per combination of microbatch shapes (granularity `step`); a combination that does not fit into the bank, or
+    cannot be captured on every rank, runs by the chunks' graphs, counted in `step_stats`.
     """
 
     def __init__(self, chunks: Sequence[GraphedModule], links: Links, width: int, dtype: torch.dtype,
-                 device: torch.device, group: int | None = None, whole_steps: bool = False, row_parts: int = 1) -> None:
+                 device: torch.device, group: int | None = None, whole_steps: bool = False, row_parts: int = 1,
+                 rank_rows: int | None = None) -> None:
         self.chunks, self.links, self.width, self.dtype, self.device = list(chunks), links, width, dtype, device
-        self.group, self.row_parts = group, row_parts
+        self.group, self.row_parts, self.rank_rows = group, row_parts, rank_rows
         self.num_stages = len(self.chunks) * links.size
         for chunk in self.chunks:
             chunk.lends = True
@@ -203,7 +204,8 @@ class Pipeline:
         """Hidden states of `batch`'s shape, without memory."""
         if batch.capacity not in self._likes:
             scalar = torch.zeros((), dtype=self.dtype, device=self.device)
-            self._likes[batch.capacity] = scalar.expand(batch.capacity.tokens // self.row_parts, self.width)
+            rows = self.rank_rows or batch.capacity.tokens // self.row_parts
+            self._likes[batch.capacity] = scalar.expand(rows, self.width)
         return self._likes[batch.capacity]
 
     def _arguments(self, stage: int, batch: PackedBatch, tokens: torch.Tensor) -> tuple[object, ...]:

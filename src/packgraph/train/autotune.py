@@ -30,7 +30,7 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.plan.choice import EAGER, REPLAY, Choice, Timing, Vote, Way, choose
 from packgraph.plan.timing_turns import Turns
 from packgraph.train.config_values import render
-from packgraph.train.step import own_share
+from packgraph.train.sharing import Sharing
 
 TIMED = "timed against its graphs"
 FASTER = "eager is faster (measured)"
@@ -107,15 +107,17 @@ def free_bytes(device: torch.device) -> float:
 class Autotune:
     """Times the buckets of one run and says how each of them is run. Collective: all ranks run the same steps."""
 
-    def __init__(self, graphs: Graphs, mesh: Mesh, device: torch.device, *, whole_steps: bool) -> None:
+    def __init__(self, graphs: Graphs, mesh: Mesh, device: torch.device, *, whole_steps: bool,
+                 sharing: Sharing | None = None) -> None:
         """whole_steps: time steps instead of microbatches, where several of them are on their way at once or one graph
-        holds them all; there is one choice then."""
+        holds them all; there is one choice then. sharing: who runs which packs, default: replicas."""
         self.whole_steps, self.off = whole_steps, ""
         self.choices: dict[Bucket, Choice] = {}
         self._graphs, self._mesh, self._device = graphs, mesh, device
         self._bank: frozenset[Capacity] = frozenset()
         self._buckets: list[Bucket] = []
-        self._turns = Turns(mesh.size("dp"))
+        self._sharing = sharing or Sharing.of(mesh)
+        self._turns = Turns(self._sharing.replicas)
         self._way: Way | None = None
         self._attempts: Counter[Bucket] = Counter()
         self._samples: dict[tuple[Bucket, Way], list[float]] = {}
@@ -137,8 +139,8 @@ class Autotune:
         ripe = self._turns.ripe(self._open())
         if ripe:
             self._choose(ripe, note)
-        replicas, together = self._mesh.size("dp"), self._mesh.size("ep")
-        shares = [self._buckets_of(own_share(batches, replicas, replica, together)) for replica in range(replicas)]
+        shares = [self._buckets_of(self._sharing.share_of(batches, replica))
+                  for replica in range(self._sharing.replicas)]
         way = None if self.off else self._turns.next_way(shares, self._open())
         if way == EAGER and not self._has_room(note):
             way = None

@@ -16,12 +16,14 @@ from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
 from packgraph.train.autotune import Autotune
+from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
 from packgraph.train.executor import Executor
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.expert_stash import make_stash
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.overflow import Overflow
+from packgraph.train.sharing import Sharing
 from packgraph.train.stage_executor import StageExecutor
 from packgraph.train.step_executor import StepExecutor
 from packgraph.train.weights import load_weights
@@ -41,7 +43,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     for model in models if mesh.size("tp") > 1 else ():
         parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
     for model in models if mesh.size("cp") > 1 else ():
-        spread_context(model, mesh)
+        spread_context(model, mesh, rank_tokens(config))
     for model in models if config.model.experts.enabled else ():
         split_experts(model, mesh, partial(
             make_dispatcher, config.parallel.dispatcher_name, factor=config.parallel.expert_room))
@@ -63,9 +65,11 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
 def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
     """What runs the steps of `model`: a loop, one graph of a whole step and its update, or this rank's part of a
     pipeline (of one rank for graphs of whole steps without the update)."""
+    config = with_context_buckets(config)
     executor = _make_executor(model, config, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
-        executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor)
+        executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor,
+                                     sharing=Sharing.of(mesh, rank_tokens(config)))
     return executor
 
 

@@ -3,6 +3,7 @@ from packgraph.models.decoder import named_stages, parts_without
 from packgraph.parallel.context import context_problems
 from packgraph.parallel.tensor import tensor_problems
 from packgraph.plan.regions import MOE_STAGES, expand_scope, scope_errors
+from packgraph.train.dynamic_context import context_problems_of_run
 from packgraph.train.options import TrainConfig
 
 
@@ -109,6 +110,7 @@ def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
         found += tensor_problems(config.model, parallel.tp)
     found += _expert_problems(config)
     known = [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
+    found += context_problems_of_run(config)
     odd = ", ".join(str(capacity.tokens) for capacity in known if capacity.tokens % parallel.row_parts)
     if parallel.cp > 1:
         found += context_problems(config.model, parallel.cp, parallel.tp)

@@ -17,8 +17,9 @@ from rich.console import Console
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config import ConfigError
-from packgraph.train.data import Microbatches, build_tokenizer, open_documents, open_microbatches
+from packgraph.train.data import Microbatches, PlannedSteps, build_tokenizer, open_documents, open_microbatches
 from packgraph.train.disagreements import disagreements
+from packgraph.train.dynamic_context import context_request
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_folder import check_same_run, choose_folder, claimed
@@ -76,7 +77,9 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
         raise ConfigError(problems)
     documents = open_documents(config.data)
     config, notes = with_capacities(config, documents, tokenizer, device)
-    microbatches = open_microbatches(config.data, documents, tokenizer, config.graph.packing_capacities())
+    stream = config.data, documents, tokenizer, config.graph.packing_capacities()
+    microbatches = (PlannedSteps(*stream, context_request(config, world, device)) if config.parallel.dynamic_cp
+                    else open_microbatches(*stream))
     return Prepared(config, microbatches, notes)
 
 

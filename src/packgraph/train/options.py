@@ -11,7 +11,7 @@ from typing import Literal
 
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.plan.memory_budget import budget_bytes
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.data.config import DataConfig
@@ -142,6 +142,8 @@ class ParallelConfig:
 
     dp: replicas that train on different packs; none = all processes that cp, tp and pp leave over.
     cp: ranks that every row of tokens is spread over; in attention they share the heads instead.
+    dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each microbatch anew; the
+        documents of a step are shared out to all ranks of dp x cp together.
     tp: parts that every matrix is split into.
     pp: ranks of the pipeline.
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles, more transfers.
@@ -157,6 +159,7 @@ class ParallelConfig:
 
     dp: int | None = None
     cp: int = 1
+    dynamic_cp: bool = False
     tp: int = 1
     pp: int = 1
     chunks: int = 1
@@ -178,7 +181,8 @@ class ParallelConfig:
 
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep)
+        contexts = context_sizes(self.cp) if self.dynamic_cp else ()
+        return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, contexts=contexts)
 
     @property
     def dispatcher_name(self) -> str:

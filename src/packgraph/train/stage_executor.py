@@ -19,6 +19,7 @@ from packgraph.parallel.pipeline import Pipeline
 from packgraph.plan.regions import expand_scope
 from packgraph.plan.slots import slot_counts
 from packgraph.plan.stages import Staged
+from packgraph.train.dynamic_context import rank_rows
 from packgraph.train.executor import Executor, sample_batch
 from packgraph.train.options import GraphConfig, TrainConfig
 from packgraph.train.step import BeforeLast
@@ -46,7 +47,7 @@ class StageExecutor(Executor):
         self._pipeline = Pipeline(
             self._graphed, links, config.model.hidden_size, getattr(torch, config.run.dtype), device,
             whole_steps=options.granularity == "step" and options.enabled,
-            row_parts=config.parallel.row_parts)
+            row_parts=config.parallel.row_parts, rank_rows=rank_rows(config))
 
     def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
                  before_last: BeforeLast | None = None) -> Tensor:

@@ -5,7 +5,7 @@ step do not depend on how its documents were packed. That count is known on the 
 host ints) and written to the device by a fill.
 """
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,8 +22,19 @@ class BeforeLast(Protocol):
     def __call__(self, output: Tensor, settled: Sequence[Tensor] | None = None) -> None: ...
 
 
-def take_step(packs: Iterator[PackedBatch], tokens_per_step: int) -> list[PackedBatch]:
-    """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends)."""
+@runtime_checkable
+class StepSource(Protocol):
+    """A stream whose steps are planned as a whole."""
+
+    def next_step(self) -> list[PackedBatch]:
+        """The packs of the next step; none at the end."""
+        ...
+
+
+def take_step(packs: Iterator[PackedBatch] | StepSource, tokens_per_step: int) -> list[PackedBatch]:
+    """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends); a step as it is planned."""
+    if isinstance(packs, StepSource):
+        return packs.next_step()
     taken: list[PackedBatch] = []
     while sum(pack.num_tokens for pack in taken) < tokens_per_step:
         pack = next(packs, None)

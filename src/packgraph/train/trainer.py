@@ -36,6 +36,7 @@ from packgraph.train.checkpoint import (
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import to_dict
 from packgraph.train.data import DataError, Microbatches
+from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import add_counts
 from packgraph.train.left_out import LeftOut
 from packgraph.train.metrics import LateFetch, MetricsLog, RowsOnly, summarize
@@ -45,8 +46,9 @@ from packgraph.train.random_state import all_streams, random_states, set_random_
 from packgraph.train.repeat import Repeats
 from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
+from packgraph.train.sharing import Sharing
 from packgraph.train.signals import StopRequest
-from packgraph.train.step import count_loss_tokens, own_share, take_step
+from packgraph.train.step import count_loss_tokens, take_step
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
@@ -88,6 +90,7 @@ class Trainer:
         self.config, self.folder, self.microbatches = config, folder, microbatches
         self.device, self.view, self.mesh = device, view, mesh or single_process()
         self._splits_rows = config.parallel.splits_rows
+        self._sharing = Sharing.of(self.mesh, rank_tokens(config))
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
@@ -100,7 +103,7 @@ class Trainer:
         self._last_end = 0.0
         self._saved_at = 0
         self._position: dict[str, Any] = {}
-        self._packs_since = 0
+        self._steps_since = 0
         self._others_stopped = False
         self._left_out = LeftOut(microbatches, view)
         self._graphs_before: dict[str, Any] = {}
@@ -228,7 +231,7 @@ class Trainer:
         for told in self.executor.memory.notes if captured and self.executor.memory is not None else ():
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
-        share = own_share(batches, self.mesh.size("dp"), self.mesh.place["dp"], self.mesh.size("ep"))
+        share = self._sharing.share(batches)
         learning_rate = self._learning_rate()
         loss, norm = self._repeats.launch(share, count_loss_tokens(batches), learning_rate)
         started, self._last_end = self._last_end, time.perf_counter()
@@ -239,7 +242,7 @@ class Trainer:
             tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
             replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
             starting=captured or timed or self.step == self._resumed_at + 1)
-        self._packs_since += len(batches)
+        self._steps_since += 1
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.blocked(loss), stop))
         return True
 
@@ -308,13 +311,13 @@ class Trainer:
 
     def _mark_position(self) -> None:
         """Note that the current step is saved and where the data are."""
-        self._saved_at, self._position, self._packs_since = self.step, self.microbatches.state_dict(), 0
+        self._saved_at, self._position, self._steps_since = self.step, self.microbatches.state_dict(), 0
 
     def _return_to_last_step(self) -> None:
         """Put the data back to where the last whole step ended; taking the packs of the next one has failed."""
         self.microbatches.load_state_dict(self._position)
-        for _ in range(self._packs_since):
-            next(self.microbatches)
+        for _ in range(self._steps_since):
+            take_step(self.microbatches, self.config.run.tokens_per_step)
 
     def _not_finite(self, step: int, what: str) -> str:
         kept = latest_checkpoint(self.folder / CHECKPOINTS)

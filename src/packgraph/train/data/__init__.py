@@ -9,6 +9,7 @@
         packs, padding, split and dropped documents. `.state_dict()` is JSON-able and taken between two packs;
         `.load_state_dict(state)` on a new iterator continues with exactly the packs that would have come next, and
         raises DataError when data, tokenizer, capacities or packing are not those of the state.
+    PlannedSteps(..., request): the same for dynamic context parallelism, a planned step at a time.
 
     source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ window ──▶ PackedBatch
 """
@@ -16,8 +17,9 @@ from packgraph.train.data.config import DataConfig
 from packgraph.train.data.errors import DataError, MissingPackageError
 from packgraph.train.data.microbatches import Microbatches, open_microbatches
 from packgraph.train.data.open_source import open_documents
+from packgraph.train.data.planned_steps import PlannedSteps
 from packgraph.train.data.source import DocumentSource, SourceDocument
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer
 
-__all__ = ["DataConfig", "DataError", "DocumentSource", "Microbatches", "MissingPackageError", "SourceDocument",
-           "Tokenizer", "build_tokenizer", "open_documents", "open_microbatches"]
+__all__ = ["DataConfig", "DataError", "DocumentSource", "Microbatches", "MissingPackageError", "PlannedSteps",
+           "SourceDocument", "Tokenizer", "build_tokenizer", "open_documents", "open_microbatches"]

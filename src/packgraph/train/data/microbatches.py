@@ -6,7 +6,7 @@ its index and part. So a checkpoint is small, and continuing tokenizes at most t
 The window is not emptied between epochs: a pack may hold the last documents of one and the first of the next.
 """
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,16 @@ from packgraph.train.data.source import DocumentSource, SourceDocument
 from packgraph.train.data.tokenizer import Tokenizer
 
 VERSION = 2
+
+
+class Waiting(Protocol):
+    """Documents that wait, each with its index in the source and its part."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, document: Document, tag: tuple[int, int]) -> None: ...
+
+    def tags(self) -> Iterator[tuple[int, int]]: ...
 
 
 class Microbatches:
@@ -42,7 +52,7 @@ class Microbatches:
         self.report = PackReport()
         self.empty_documents = self.unlabelled_documents = 0
         self._first_unlabelled = ""
-        self._window: Window[tuple[int, int]] = Window(self._capacities, self.report)
+        self._window = self._new_window()
         self._epoch = 0
         self._position = 0
         self._usable_in_epoch = 0
@@ -57,7 +67,12 @@ class Microbatches:
             pass
         if not len(self._window):
             raise StopIteration
+        assert isinstance(self._window, Window)
         return self._window.take()
+
+    def _new_window(self) -> Waiting:
+        """Where documents wait to be packed."""
+        return Window[tuple[int, int]](self._capacities, self.report)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, JSON-able, to be taken between two packs."""
@@ -84,7 +99,7 @@ class Microbatches:
         if differences:
             raise DataError("the run cannot go on with other data than before: " + "; ".join(differences))
         # Encoding and cutting count in the report, so the counts of the state come last.
-        self._window = Window(self._capacities, self.report)
+        self._window = self._new_window()
         parts: dict[int, list[Document]] = {}
         for index, part in state["waiting"]:
             if index not in parts:

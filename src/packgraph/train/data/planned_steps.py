@@ -1,0 +1,108 @@
+"""The stream of a run whose steps are planned as a whole: which documents share a row, on how many ranks.
+
+    documents ─▶ wait, in order of arrival ─▶ plan/context_plan.py for one step ─▶ its packs, wave by wave
+
+Enough documents wait to fill a step, and `data.window` more for its gaps; what finds no room waits for the next one, at
+the front. All ranks read the whole stream and make the same plan, so nothing is sent. The state is that of
+`Microbatches`, to be taken between two steps: it knows nothing of plans, so a run may go on with other ranks.
+"""
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+
+from packgraph.packing.batch import HostFacts, PackedBatch
+from packgraph.packing.build import fill
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.document import Document
+from packgraph.plan.context_plan import ContextPlan, plan_context
+from packgraph.plan.context_request import ContextRequest
+from packgraph.train.data.config import DataConfig
+from packgraph.train.data.microbatches import Microbatches
+from packgraph.train.data.source import DocumentSource
+from packgraph.train.data.tokenizer import Tokenizer
+
+Tag = tuple[int, int]
+
+
+class PlannedSteps(Microbatches):
+    """Planned steps on the host; as `Microbatches`, but `next_step` takes the place of `next`.
+
+    plan: of the step that was taken last, None before the first.
+    """
+
+    def __init__(self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer,
+                 capacities: Iterable[Capacity], request: ContextRequest) -> None:
+        """capacities: of the largest group. request: of every step; its waves are the microbatches of a rank."""
+        self._request = request
+        self.plan: ContextPlan | None = None
+        super().__init__(config, source, tokenizer, capacities)
+
+    def __next__(self) -> PackedBatch:
+        """Raises TypeError: single packs of a planned step mean nothing."""
+        raise TypeError("these packs are planned a step at a time; take them by next_step()")
+
+    def next_step(self) -> list[PackedBatch]:
+        """The packs of the next step, wave by wave and by first rank; empty at the end of the data.
+
+        Raises DataError for a document that cannot be used.
+        """
+        while not self._enough() and self._add_next():
+            pass
+        waiting = self._waiting
+        if not len(waiting):
+            return []
+        self.plan = plan_context(waiting.lengths, self._request)
+        groups = [group for wave in self.plan.waves for group in wave]
+        packs = [self._pack([waiting.documents[place] for place in group.documents], group.bucket) for group in groups]
+        waiting.keep(self.plan.left)
+        return packs
+
+    def _pack(self, documents: Sequence[Document], bucket: Capacity) -> PackedBatch:
+        data, loss_tokens = fill(documents, bucket)
+        lengths = tuple(len(document) for document in documents)
+        self.report.count_pack(len(lengths), sum(lengths), bucket.tokens)
+        return PackedBatch(data, bucket, HostFacts(lengths, loss_tokens))
+
+    def _enough(self) -> bool:
+        """Whether documents wait that fill a step, and a window of others behind them."""
+        assert self._request.waves is not None
+        room = self._request.waves * self._request.world * self._request.tokens
+        return self._waiting.behind(room) >= self._config.window
+
+    def _new_window(self) -> "InOrder":
+        self._waiting = InOrder()
+        return self._waiting
+
+
+class InOrder:
+    """Documents that wait in order of arrival, with tags."""
+
+    def __init__(self) -> None:
+        self.documents: list[Document] = []
+        self.lengths: list[int] = []
+        self._tags: list[Tag] = []
+        self._through: list[int] = []  # tokens of all documents up to each
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def add(self, document: Document, tag: Tag) -> None:
+        """Let a document wait."""
+        self._through.append((self._through[-1] if self._through else 0) + len(document))
+        self.documents.append(document)
+        self.lengths.append(len(document))
+        self._tags.append(tag)
+
+    def tags(self) -> Iterator[Tag]:
+        """Of all that wait, in order."""
+        return iter(self._tags)
+
+    def behind(self, tokens: int) -> int:
+        """How many documents wait behind the first ones that have `tokens` tokens together."""
+        return len(self) - bisect_left(self._through, tokens) - 1
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Go on with the documents at these places, in this order."""
+        kept = [(self.documents[place], self._tags[place]) for place in places]
+        self.documents, self.lengths, self._tags, self._through = [], [], [], []
+        for document, tag in kept:
+            self.add(document, tag)
