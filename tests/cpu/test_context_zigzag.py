@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 
 from packgraph.ops.context_zigzag import zigzag_tables
 from packgraph.ops.context_zigzag_naive import naive_prefixes, naive_rows
-from packgraph.plan.context_kind import (
-    choose_context_kind,
-    document_multiple,
-    places,
-    row_places,
-    row_problems,
-)
+from packgraph.packing.capacity import Capacity, CapacitySet, places
+from packgraph.packing.pack import pack
+from packgraph.packing.report import PackReport
+from packgraph.packing.waiting import pack_lengths
+from packgraph.plan.context_kind import choose_context_kind, document_multiple, row_places, row_problems
 
 
 @st.composite
@@ -105,3 +103,26 @@ def test_zigzag_is_for_more_ranks_than_heads_can_be_shared_by():
     assert [document_multiple(kind, ranks) for kind, ranks in (
         ("zigzag", 4), ("zigzag", 1), ("ulysses", 4))] == [8, 1, 1]
     assert [places(length, 8) for length in (1, 8, 9)] == [8, 8, 16]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.sampled_from([2, 4, 8]),
+       st.sampled_from([None, 4]))
+def test_packs_count_documents_by_the_places_they_take_up(lengths, ranks, window):
+    capacities, report = [Capacity(32, 4), Capacity(64, 8)], PackReport()
+    documents = [[1] * length for length in lengths]
+    packs = pack(documents, capacities, window=window, report=report, multiple=2 * ranks)
+    assert sorted(length for batch in packs for length in batch.lengths) == sorted(lengths)
+    assert all(row_places(batch.lengths, 2 * ranks) <= batch.capacity.tokens for batch in packs)
+    assert (report.tokens, report.places) == (sum(lengths), sum(batch.capacity.tokens for batch in packs))
+    planned = list(pack_lengths(lengths, CapacitySet(capacities, 2 * ranks), window=window))
+    assert [len(found.members) for found in planned] == [batch.num_documents for batch in packs], "plans pack alike"
+
+
+def test_a_document_may_be_as_long_as_its_places_fit():
+    assert CapacitySet([Capacity(64, 8, 30)], 8).longest == 24
+    assert [batch.lengths for batch in pack([[1] * 25], Capacity(64, 8, 30), overlong="split", multiple=8)] == [(24, 1)]
+    with pytest.raises(ValueError, match="multiples of 64 places, but no capacity has so many"):
+        CapacitySet([Capacity(32, 8)], 64)
+    with pytest.raises(ValueError, match="multiple of at least 1 place, not 0"):
+        pack([[1]], Capacity(8, 1), multiple=0)

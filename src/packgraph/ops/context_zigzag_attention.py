@@ -22,7 +22,7 @@ from packgraph.ops.attention_metadata import AttentionMetadata
 from packgraph.ops.context import ContextGroup, group_of, swap_parts
 from packgraph.ops.context_zigzag import PrefixRows, RankRows, zigzag_tables
 from packgraph.packing.batch import PackedBatch
-from packgraph.plan.context_kind import places
+from packgraph.packing.capacity import places
 
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None], Tensor]
 

@@ -74,12 +74,28 @@ def read_capacities(capacities: Any) -> tuple[Capacity, ...]:
     return tuple(sorted(set(given)))
 
 
-class CapacitySet:
-    """The capacities packs may have, smallest first."""
+def places(length: int, multiple: int) -> int:
+    """Places that a document of `length` tokens takes up where documents take up multiples of `multiple`."""
+    return -(-length // multiple) * multiple
 
-    def __init__(self, capacities: Capacity | Iterable[Capacity]) -> None:
-        """Raises ValueError when there are none, TypeError when something else is among them."""
-        self.sorted = read_capacities(capacities)
+
+class CapacitySet:
+    """The capacities packs may have, smallest first.
+
+    multiple: documents take up multiples of so many places, as where a row is cut in zigzag over several ranks; all
+    tokens and lengths that the packers ask about are then places. A pack itself holds its documents as they are, one
+    behind the other.
+    """
+
+    def __init__(self, capacities: Capacity | Iterable[Capacity], multiple: int = 1) -> None:
+        """Raises ValueError when there are none, when multiple is not positive or when no document can have so many
+        places, TypeError when something else is among them."""
+        self.sorted, self.multiple = read_capacities(capacities), multiple
+        if multiple < 1:
+            raise ValueError(f"documents take up a multiple of at least 1 place, not {multiple}")
+        if not self.longest:
+            raise ValueError(f"documents take up multiples of {multiple} places, but no capacity has so many: "
+                             f"{', '.join(map(str, self.sorted))}")
         # What another one holds in every respect never decides how much room there is.
         self._widest = tuple(one for one in self.sorted if not any(
             other.holds(one.tokens, one.documents, one.bound) for other in self.sorted if other != one))
@@ -87,7 +103,11 @@ class CapacitySet:
     @property
     def longest(self) -> int:
         """Tokens of the longest document that fits in any capacity."""
-        return max(capacity.bound for capacity in self.sorted)
+        return max(capacity.bound for capacity in self.sorted) // self.multiple * self.multiple
+
+    def places(self, length: int) -> int:
+        """Places that a document of `length` tokens takes up."""
+        return places(length, self.multiple)
 
     def room(self, tokens: int, documents: int, longest: int) -> int:
         """Length of the longest document that may join a pack of these totals (0: none may)."""

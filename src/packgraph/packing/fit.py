@@ -18,7 +18,10 @@ from packgraph.packing.capacity import Capacity, CapacitySet
 
 @dataclass
 class OpenPack:
-    """A pack being filled: the documents in it (any ids), their tokens and the longest of them."""
+    """A pack being filled: the documents in it (any ids), their tokens and the longest of them.
+
+    Tokens and lengths are places where documents take up multiples of some (`CapacitySet.multiple`).
+    """
 
     members: list[int] = field(default_factory=list)
     tokens: int = 0

@@ -28,6 +28,7 @@ def best_fit(lengths: Sequence[int], capacities: CapacitySet) -> list[OpenPack]:
 
     Documents stand in a pack in their given order, and packs in the order of their first documents.
     """
+    lengths = [capacities.places(length) for length in lengths]
     packs = tightened(best_fit_decreasing(lengths, capacities), lengths, capacities)
     return sorted(packs, key=lambda pack: pack.members[0])
 

@@ -16,7 +16,7 @@ from packgraph.packing.tighten import best_fit
 
 
 class WaitingLengths:
-    """Lengths of waiting documents, numbered in the order they came."""
+    """Lengths of waiting documents, in places, numbered in the order they came."""
 
     def __init__(self, capacities: CapacitySet) -> None:
         self._capacities = capacities
@@ -30,7 +30,7 @@ class WaitingLengths:
 
     def add(self, length: int) -> int:
         """Let a document of `length` tokens (within the capacities' longest) wait; returns its number."""
-        number = self._next_number
+        number, length = self._next_number, self._capacities.places(length)
         self._lengths[number] = length
         # Of equal lengths the one that waits longest must be found first, by a search from the right: hence the minus.
         insort(self._sorted, (length, -number))

@@ -22,8 +22,9 @@ def build_pack(documents: list[Document], pack: OpenPack, capacities: CapacitySe
     """The batch of `documents`, whose totals stand in `pack`, in the smallest capacity that holds them; counted."""
     capacity = pack.capacity(capacities)
     data, loss_tokens = fill(documents, capacity)
-    report.count_pack(len(documents), pack.tokens, capacity.tokens)
-    return PackedBatch(data, capacity, HostFacts(tuple(len(document) for document in documents), loss_tokens))
+    lengths = tuple(len(document) for document in documents)
+    report.count_pack(len(documents), sum(lengths), capacity.tokens)
+    return PackedBatch(data, capacity, HostFacts(lengths, loss_tokens))
 
 
 class Window(Generic[Tag]):

@@ -11,6 +11,8 @@ keeps them for the backward. So zigzag is taken where there is no other way, or 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from packgraph.packing.capacity import places
+
 ContextKind = Literal["ulysses", "zigzag"]
 ContextWish = Literal["auto", "ulysses", "zigzag"]
 
@@ -40,11 +42,6 @@ def choose_context_kind(ranks: int, heads: int, wish: ContextWish = "auto") -> C
 def document_multiple(kind: ContextKind, ranks: int) -> int:
     """Documents take up multiples of so many places in a row that is spread over `ranks` ranks."""
     return 2 * ranks if kind == "zigzag" and ranks > 1 else 1
-
-
-def places(length: int, multiple: int) -> int:
-    """Places that a document of `length` tokens takes up where documents take up multiples of `multiple`."""
-    return -(-length // multiple) * multiple
 
 
 def row_places(lengths: Iterable[int], multiple: int) -> int:
