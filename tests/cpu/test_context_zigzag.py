@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packgraph.ops.context_zigzag import zigzag_tables
+from packgraph.ops.context_zigzag import tables_of
 from packgraph.ops.context_zigzag_naive import naive_prefixes, naive_rows
 from packgraph.packing.capacity import Capacity, CapacitySet, places
 from packgraph.packing.pack import pack
@@ -37,7 +37,7 @@ def test_tables_are_those_of_the_definition(case):
     starts = cu_seqlens.tolist()
     everywhere = [token for rank in range(size) for token in naive_rows(lengths, tokens, size, rank)]
     for place in range(size):
-        own, keys = zigzag_tables(cu_seqlens, tokens, size, place)
+        own, keys = tables_of(cu_seqlens, tokens, size, place)
         expected = naive_rows(lengths, tokens, size, place)
         assert own.padding.tolist() == [token is None for token in expected]
         assert own.source.tolist() == [0 if token is None else starts[token[0]] + token[1] for token in expected]
@@ -72,7 +72,7 @@ def check_boundaries(keys, lengths, expected, size, place):
 
 
 def test_documents_that_do_not_fit_are_told_on_the_device_and_stay_inside_all_buffers():
-    own, keys = zigzag_tables(boundaries([1] * 9, 9), 16, 2, 1)
+    own, keys = tables_of(boundaries([1] * 9, 9), 16, 2, 1)
     assert own.excess.isnan()
     assert int(own.source.min()) >= 0 and int(own.source.max()) < 16
     assert int(keys.cu_queries.max()) <= 8 and int(keys.cu_keys.max()) <= 20
@@ -81,7 +81,7 @@ def test_documents_that_do_not_fit_are_told_on_the_device_and_stay_inside_all_bu
 
 def test_rows_that_cannot_be_cut_are_refused():
     with pytest.raises(ValueError, match="18 tokens cannot be cut into 4 equal parts"):
-        zigzag_tables(boundaries([3], 1), 18, 2, 0)
+        tables_of(boundaries([3], 1), 18, 2, 0)
     with pytest.raises(ValueError, match="15 places do not fit in 7"):
         naive_prefixes([9], 6, 2, 0)
     assert row_problems([1] * 5, 16, "zigzag", 2) == [

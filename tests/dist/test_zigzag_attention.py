@@ -11,7 +11,8 @@ from distkit import run_ranks
 from packgraph.ops import attention_varlen
 from packgraph.ops.attention import attention, attention_metadata
 from packgraph.ops.context import ContextGroup
-from packgraph.ops.context_zigzag_attention import gather_parts, prefixes, zigzag_metadata
+from packgraph.ops.context_zigzag import zigzag_tables
+from packgraph.ops.context_zigzag_attention import gather_parts, prefixes
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
@@ -55,7 +56,8 @@ def differentiate(batch, tensors, backend):
 
 def share(batch, tensors, backend, context, held=0.0):
     """This rank's rows of output and gradients, and which rows and padding they are. held: what padding holds."""
-    rows, metadata = zigzag_metadata(batch, backend, context, finite_padding=held == 0.0)
+    rows = zigzag_tables(batch, context).rows
+    metadata = attention_metadata(batch, backend, finite_padding=held == 0.0, context=context)
     *leaves, grad = (tensor[rows.source].masked_fill(rows.padding[:, None, None], held) for tensor in tensors)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     out = attention(*leaves, metadata, scale=0.3)
@@ -150,8 +152,6 @@ def gathered(mesh):
     every.backward((torch.ones(3, 3) * (mesh.rank + 1)).bfloat16())
     with pytest.raises(ValueError, match="must be of one dtype"):
         prefixes(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2).double(), None, context)
-    with pytest.raises(ValueError, match="metadata of rows cut by zigzag comes from zigzag_metadata"):
-        attention_metadata(batch_of("empty"), "sdpa", context=context)
     return every.detach(), x.grad
 
 
@@ -166,15 +166,16 @@ def compiled(mesh):
     both = []
     for function in (zigzag, torch.compile(zigzag, fullgraph=True, backend="aot_eager")):
         leaves = [x.clone().requires_grad_() for x in inputs(batch, 2, WIDTH)[:3]]
-        out = function(*leaves, batch.cu_seqlens, batch, context)
+        out = function(*leaves, batch, context)
         out.square().sum().backward()
         both.append([out.detach(), *(leaf.grad for leaf in leaves)])
     return both
 
 
-def zigzag(q, k, v, cu_seqlens, batch, context):
-    rows, metadata = zigzag_metadata(batch, "sdpa", context)
-    return attention(*(x.index_select(0, rows.source) for x in (q, k, v)), metadata)
+def zigzag(q, k, v, batch, context):
+    tables = zigzag_tables(batch, context)
+    return attention(*(x.index_select(0, tables.rows.source) for x in (q, k, v)),
+                     attention_metadata(batch, "sdpa", context=context, tables=tables))
 
 
 @pytest.mark.slow

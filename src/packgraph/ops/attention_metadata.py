@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from packgraph.ops.context import ContextGroup
-from packgraph.ops.context_zigzag import PrefixRows
+from packgraph.ops.context_zigzag import PrefixRows, ZigzagTables, zigzag_tables
 from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import places
 
 
 class AttentionMetadata(NamedTuple):
@@ -56,13 +57,14 @@ class AttentionMetadata(NamedTuple):
 
 
 def attention_metadata(batch: PackedBatch, backend: str, *, finite_padding: bool = False,
-                       context: ContextGroup | None = None) -> AttentionMetadata:
+                       context: ContextGroup | None = None, tables: ZigzagTables | None = None) -> AttentionMetadata:
     """Build the metadata of one microbatch for `backend` (see `packgraph.ops.attention.BACKENDS`).
 
-    context: of kind ulysses; ops/context_zigzag_attention.py makes the metadata of the other kind.
+    tables: of the row, where it is cut in zigzag and they are there already.
     """
-    if context is not None and context.kind != "ulysses":
-        raise ValueError(f"metadata of rows cut by {context.kind} comes from zigzag_metadata, with the rows")
+    if context is not None and context.kind == "zigzag":
+        tables = zigzag_tables(batch, context) if tables is None else tables
+        return _zigzag_metadata(batch, backend, finite_padding, context, tables)
     longest = batch.capacity.longest
     return AttentionMetadata(
         cu_seqlens=batch.cu_seqlens,
@@ -80,3 +82,35 @@ def document_mask(document_ids: Tensor) -> Tensor:
     index = torch.arange(document_ids.shape[0], device=document_ids.device)
     same_document = document_ids[:, None] == document_ids[None, :]
     return same_document & (index[:, None] >= index[None, :])
+
+
+def _zigzag_metadata(batch: PackedBatch, backend: str, finite_padding: bool, context: ContextGroup,
+                     tables: ZigzagTables) -> AttentionMetadata:
+    rows, keys = tables
+    longest = min(places(batch.capacity.bound, 2 * context.size), batch.capacity.tokens)
+    return AttentionMetadata(
+        cu_seqlens=keys.cu_queries,
+        padding_mask=rows.padding,
+        mask=prefix_mask(keys, rows.padding.shape[0]) if backend == "sdpa" else None,
+        longest=longest // (2 * context.size),
+        backend=backend,
+        finite_padding=finite_padding,
+        context=context,
+        keys=keys,
+        longest_keys=longest,
+    )
+
+
+def prefix_mask(keys: PrefixRows, rows: int) -> Tensor:
+    """bool [rows, Kx]: whether a query may look at a key. Tails look at each other, so that softmax is defined."""
+    document, before = _within(keys.cu_queries, rows)
+    key_document, key = _within(keys.cu_keys, keys.tail.shape[0])
+    ahead = torch.cat((keys.cu_keys.diff() - keys.cu_queries.diff(), keys.cu_keys.new_zeros(1)))  # keys before a part
+    return (document[:, None] == key_document) & (key <= (before + ahead[document])[:, None])
+
+
+def _within(boundaries: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of each of `count` places its document (the tail is the last one) and its place in that."""
+    place = torch.arange(count, device=boundaries.device)
+    document = torch.searchsorted(boundaries[1:].contiguous(), place, right=True)
+    return document, place - boundaries[document]

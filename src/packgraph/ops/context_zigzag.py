@@ -25,6 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from packgraph.ops.context import ContextGroup, own_rows
+from packgraph.packing.batch import PackedBatch
+
 
 class RankRows(NamedTuple):
     """Which row of a microbatch each of a rank's R = T / c rows is.
@@ -58,7 +61,25 @@ class PrefixRows(NamedTuple):
     places: Tensor
 
 
-def zigzag_tables(cu_seqlens: Tensor, tokens: int, size: int, place: int) -> tuple[RankRows, PrefixRows]:
+class ZigzagTables(NamedTuple):
+    """What a rank needs to know of a row: its own rows, and the keys and values for their queries."""
+
+    rows: RankRows
+    keys: PrefixRows
+
+
+def zigzag_tables(batch: PackedBatch, context: ContextGroup) -> ZigzagTables:
+    """The tables of this rank for the row of `batch`; see `tables_of`."""
+    return tables_of(batch.cu_seqlens, batch.capacity.tokens, context.size, context.place)
+
+
+def rank_rows(x: Tensor, context: ContextGroup | None, rows: RankRows | None, fill: int | bool) -> Tensor:
+    """This rank's rows of x [T], however the row is cut: [T / size]. rows: the table, where it is cut in zigzag, whose
+    padding inside documents holds `fill`; None where ulysses cuts it or nobody does."""
+    return own_rows(x, context) if rows is None else rows.pick(x, fill)
+
+
+def tables_of(cu_seqlens: Tensor, tokens: int, size: int, place: int) -> ZigzagTables:
     """The tables of rank `place` of `size`. cu_seqlens: int32 [N+1], the tail repeats; tokens: T. No host sync.
 
     Raises ValueError where T is no multiple of 2 * size. Documents that take up more than T places when padded give
@@ -77,8 +98,8 @@ def zigzag_tables(cu_seqlens: Tensor, tokens: int, size: int, place: int) -> tup
     take, tail = _prefixes(parts, starts, tokens, size, place)
     cu_queries = _interleaved(2 * starts, parts).clamp(max=rows)
     cu_keys = _interleaved((2 * size + 1) * starts, (place + 1) * parts).clamp(max=take.shape[0])
-    return (RankRows(source[own], ~valid[own], excess),
-            PrefixRows(cu_queries.int(), cu_keys.int(), take, tail, places))
+    return ZigzagTables(RankRows(source[own], ~valid[own], excess),
+                        PrefixRows(cu_queries.int(), cu_keys.int(), take, tail, places))
 
 
 def _every_row(actual: Tensor, lengths: Tensor, parts: Tensor, starts: Tensor, tokens: int, size: int, place: int

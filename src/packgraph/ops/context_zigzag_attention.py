@@ -20,39 +20,15 @@ from torch.autograd.function import once_differentiable
 
 from packgraph.ops.attention_metadata import AttentionMetadata
 from packgraph.ops.context import ContextGroup, group_of, swap_parts
-from packgraph.ops.context_zigzag import PrefixRows, RankRows, zigzag_tables
-from packgraph.packing.batch import PackedBatch
-from packgraph.packing.capacity import places
+from packgraph.ops.context_zigzag import PrefixRows
 
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None], Tensor]
-
-
-def zigzag_metadata(batch: PackedBatch, backend: str, context: ContextGroup, *, finite_padding: bool = False
-                    ) -> tuple[RankRows, AttentionMetadata]:
-    """Which rows of `batch` are this rank's, and what attention over them needs. No host sync.
-
-    Raises ValueError where the tokens of the batch are no multiple of 2 * context.size.
-    """
-    capacity = batch.capacity
-    rows, keys = zigzag_tables(batch.cu_seqlens, capacity.tokens, context.size, context.place)
-    longest = min(places(capacity.bound, 2 * context.size), capacity.tokens)
-    return rows, AttentionMetadata(
-        cu_seqlens=keys.cu_queries,
-        padding_mask=rows.padding,
-        mask=prefix_mask(keys, rows.padding.shape[0]) if backend == "sdpa" else None,
-        longest=longest // (2 * context.size),
-        backend=backend,
-        finite_padding=finite_padding,
-        context=context,
-        keys=keys,
-        longest_keys=longest,
-    )
 
 
 def zigzag_attention(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None, backend: Backend
                      ) -> Tensor:
     """Attention of own rows over the whole row: q [R, Hq, D], k [R, Hkv, D], v [R, Hkv, Dv] -> [R, Hq, Dv], zero in
-    padding. meta: of `zigzag_metadata`. Collective. Raises ValueError where k and v are of two dtypes."""
+    padding. meta: with `keys`. Collective. Raises ValueError where k and v are of two dtypes."""
     assert meta.context is not None and meta.keys is not None
     padding = meta.padding_mask[:, None, None]
     if not meta.finite_padding:  # padding inside documents lies among their rows, where a kernel reads it
@@ -78,21 +54,6 @@ def gather_parts(x: Tensor, context: ContextGroup) -> Tensor:
     of what the ranks say of its part, added up in their order (in float32 where x is narrower)."""
     made: Tensor = _gather(x, context.name, context.size)
     return made
-
-
-def prefix_mask(keys: PrefixRows, rows: int) -> Tensor:
-    """bool [rows, Kx]: whether a query may look at a key. Tails look at each other, so that softmax is defined."""
-    document, before = _within(keys.cu_queries, rows)
-    key_document, key = _within(keys.cu_keys, keys.tail.shape[0])
-    ahead = torch.cat((keys.cu_keys.diff() - keys.cu_queries.diff(), keys.cu_keys.new_zeros(1)))  # keys before a part
-    return (document[:, None] == key_document) & (key <= (before + ahead[document])[:, None])
-
-
-def _within(boundaries: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each of `count` places its document (the tail is the last one) and its place in that."""
-    place = torch.arange(count, device=boundaries.device)
-    document = torch.searchsorted(boundaries[1:].contiguous(), place, right=True)
-    return document, place - boundaries[document]
 
 
 class _Reorder(torch.autograd.Function):
