@@ -243,7 +243,19 @@ def test_workspaces_that_torch_forgets_stay_mapped_while_graphs_write_to_them(sc
     assert before > 0
     results = train(graphed, steps=6, between=lambda *_: forget_workspaces(), device="cuda")
     assert differences(eager, results) == [] and graphed.stats.replayed > 4
-    addresses = [segment["address"] for segment in workspaces.pool.snapshot()]
+    addresses = [segment["address"] for segment in workspaces.segments()]
     workspaces.ensure()
     assert workspaces.nbytes() == before and addresses
-    assert [segment["address"] for segment in workspaces.pool.snapshot()] == addresses
+    assert [segment["address"] for segment in workspaces.segments()] == addresses
+
+
+def test_workspaces_are_freed_with_the_module_and_streams_may_come_again():
+    for _ in range(40):  # more than torch has streams
+        graphed = graph(cuda_toy(layers=1), warmup=0)
+        train(graphed, steps=1, device="cuda")
+        handle = tuple(graphed._backend.workspaces.handle)
+        graphed.close()
+    del graphed
+    gc.collect()
+    forget_workspaces()
+    assert handle not in {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}

@@ -1,16 +1,16 @@
-"""Memory that cuBLAS works in, owned for as long as graphs read it.
+"""Memory that cuBLAS works in, owned for as long as graphs write to it.
 
 torch keeps one workspace per cuBLAS handle and stream, a handle per thread, and graphs bake its address. That memory
 belongs to a map of torch's own, which anybody may clear: `torch.compile(mode="reduce-overhead")` does so around each of
 its captures, and the allocator may then unmap what the graphs of others still write to (an illegal memory access at
 their next replay).
 
-The invariant: workspaces of a capture stream lie in a memory pool that is kept beside the graphs, so they stay mapped,
-and nothing else is ever placed there. Whoever clears torch's map gives the block back to that pool; the next capture
-finds it there again, at the same address.
+The invariant: workspaces of a capture stream lie in a private pool of the allocator, so they stay mapped, and nothing
+else is placed there. Whoever clears torch's map gives the block back to that pool; the next capture finds it there
+again, at the same address. (`torch.cuda.MemPool` would say the same, but corrupts the interpreter's heap in torch 2.11
+when some twenty of them are used one after another.)
 """
-from collections.abc import Callable
-from typing import Any
+import weakref
 
 import torch
 
@@ -22,14 +22,14 @@ class CublasWorkspaces:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        with torch.cuda.device(device):
-            self.pool = torch.cuda.MemPool()
+        self.handle = torch.cuda.graph_pool_handle()
+        self._claimed = False
         for _ in range(STREAMS):
             self.stream = torch.cuda.Stream(device)
             self.ensure()
             if self.nbytes():
                 return
-        # Every stream had a workspace before, in memory that is not ours: let torch forget them.
+        # Every stream had workspaces before, in memory of modules that are gone or not ours: let torch forget them.
         torch._C._cuda_clearCublasWorkspaces()
         self.ensure()
         if not self.nbytes():
@@ -38,34 +38,25 @@ class CublasWorkspaces:
 
     def ensure(self) -> None:
         """Make the workspaces that are missing. To be called outside of captures."""
+        index = self.device.index
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream), torch.enable_grad():
-            start = torch.zeros((), device=self.device, requires_grad=True)
-            _OnBothThreads.apply(start, self._products).backward()
+            torch._C._cuda_beginAllocateToPool(index, self.handle)  # of all threads: autograd has its own
+            try:
+                matrix = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.device, requires_grad=True)
+                torch.addmm(matrix[0], matrix, matrix).sum().backward()  # both of cuBLAS's interfaces, both threads
+            finally:
+                torch._C._cuda_endAllocateToPool(index, self.handle)
+                if self._claimed:  # each beginning claims the pool once more; the first claim is kept
+                    torch._C._cuda_releasePool(index, self.handle)
+        if not self._claimed:
+            self._claimed = True
+            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle)
+
+    def segments(self) -> list[dict[str, object]]:
+        """The allocator's segments that hold the workspaces."""
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle)]
 
     def nbytes(self) -> int:
         """Bytes in use by workspaces in the pool."""
-        return sum(block["size"] for segment in self.pool.snapshot() for block in segment["blocks"]
+        return sum(block["size"] for segment in self.segments() for block in segment["blocks"]  # type: ignore[attr-defined]
                    if block["state"] == "active_allocated")
-
-    @torch.no_grad()
-    def _products(self) -> None:
-        """Products that take a workspace, of either of cuBLAS's interfaces, placed in the pool."""
-        with torch.cuda.use_mem_pool(self.pool, self.device):
-            matrix = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.device)
-            torch.addmm(matrix[0], matrix, matrix)
-            torch.mm(matrix, matrix)
-
-
-class _OnBothThreads(torch.autograd.Function):
-    """Runs a function on this thread in the forward, and on autograd's thread of the device in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, start: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
-        run()
-        ctx.run = run
-        return start.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.run()
-        return gradient, None
