@@ -50,7 +50,7 @@ class CublasWorkspaces:
                     torch._C._cuda_releasePool(index, self.handle)
         if not self._claimed:
             self._claimed = True
-            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle)
+            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle).atexit = False
 
     def segments(self) -> list[dict[str, object]]:
         """The allocator's segments that hold the workspaces."""
