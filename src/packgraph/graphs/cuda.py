@@ -181,8 +181,8 @@ class CudaBackend:
         self.workspaces = CublasWorkspaces(self.device)
         self.stream = self.workspaces.stream
         # Copies beside the captured work, and beside eager work.
-        self.out_stream, self.back_stream, *eager = streams_beside(self.stream, 4)
-        self.lanes = CudaLanes(self.device, *eager)
+        self.out_stream, self.back_stream, eager_out, eager_back = streams_beside(self.stream, 4)
+        self.lanes = CudaLanes(self.device, eager_out, eager_back)
         self.spare = torch.zeros(1, device=self.device)
         self.extra_generators = list(extra_generators)
 

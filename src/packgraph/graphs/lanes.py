@@ -47,7 +47,9 @@ class HostMemory:
 
 
 class Lanes(Protocol):
-    """The lanes of a device, or of one capture."""
+    """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager work."""
+
+    scope: int
 
     def host(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes` that nobody else uses until `give_back`."""

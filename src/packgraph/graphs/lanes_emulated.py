@@ -106,7 +106,7 @@ class EmulatedLanes:
         self._free = FreeHost(self.memories)
         self._under_way: dict[int, Copy] = {}
         self._postponed: deque[Callable[[], None]] = deque()
-        self._count = 0
+        self._count, self.scope = 0, 0
 
     def host(self, nbytes: int) -> HostMemory:
         """See Lanes."""
@@ -132,7 +132,7 @@ class EmulatedLanes:
 
     def _queue(self, lane: str, host: HostMemory, held: list[torch.Tensor], run: Callable[[], None]) -> Copy:
         self._count += 1
-        after, host.last = host.last, Copy(lane, 0, held, self._count)
+        after, host.last = host.last, Copy(lane, self.scope, held, self._count)
         self._under_way[self._count] = host.last
         self.queues.add(lane, self._count, None if after is None else after.native, _unseen(run))
         return host.last

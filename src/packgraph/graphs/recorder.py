@@ -291,6 +291,7 @@ class RecorderWindow:
         """Run and record `run`. Raises CaptureError at the user's line for what a graph cannot hold."""
         nodes = self._nodes = list[_Node]()
         self._is_brief = brief
+        self.lanes.scope += 1
         with capturing_lanes(self.lanes), _patched_host(self, nodes), HostReadGuard(None), _Recording(self, nodes):
             result = run()
             self.lanes.join()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.moe.activation import activation, activation_backward
-from packgraph.moe.grouped import autocast, grouped_mm, matrices_gradient, product
+from packgraph.moe.grouped import autocast, matrices_gradient, product
 
 
 class Experts(nn.Module):
@@ -38,7 +38,15 @@ class Experts(nn.Module):
         values: [R, H], rows by expert. weights: float32 [R], of the routing. offsets: int32 [count], where the rows of
         each expert end.
         """
-        h = grouped_mm(values, self.gate_up_proj.mT, offsets)
+        return self.second(self.first(values, offsets), weights, offsets)
+
+    def first(self, values: Tensor, offsets: Tensor) -> Tensor:
+        """The product before the activation: h [R, 2I]."""
+        values, matrices = autocast(values, self.gate_up_proj)
+        return product(values, matrices, offsets, True)  # not by a view: the backward then reads the parameter itself
+
+    def second(self, h: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        """What follows it: [R, H]."""
         return activate_and_multiply(h, weights, self.down_proj, offsets)
 
     def extra_repr(self) -> str:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.merged import MergedProjections
 from packgraph.models.layers.norm import RMSNorm
+from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.attention import AttentionMetadata, attention
 from packgraph.ops.rotary import apply_rotary
 
@@ -23,10 +24,15 @@ class GroupedQueryAttention(MergedProjections):
         self.merged = ("q_proj", "k_proj", "v_proj") if config.merge_projections else ()
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.offload: Mark = nowhere
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         """x: [T, H]; rotary: cos and sin [T, head_dim]. Returns [T, H]."""
-        parts = self.project(x) if self.merged else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        q, k = apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
-        return self.o_proj(attention(q, k, v, metadata).flatten(1))
+        with self.offload("qkv_linear", leave=rotary):
+            parts = self.project(x) if self.merged else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+            q, k = apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
+        with self.offload("core_attn", leave=metadata):
+            out = attention(q, k, v, metadata).flatten(1)
+        with self.offload("attn_proj"):
+            return self.o_proj(out)

@@ -18,6 +18,7 @@ from packgraph.models.layers.latent_attention import LatentAttention
 from packgraph.models.layers.mlp import GatedMLP
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.layers.norm import RMSNorm
+from packgraph.offload.marks import Mark, nowhere
 from packgraph.plan.stages import Stage, State
 
 
@@ -28,6 +29,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.dropout = config.dropout
+        self.offload: Mark = nowhere
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -46,18 +48,24 @@ class DecoderLayer(nn.Module):
     def run_attention(self, state: State) -> State:
         """Stage `attn`: reads hidden, rotary and attention; replaces hidden."""
         hidden = state["hidden"]
-        branch = self.self_attn(self.input_layernorm(hidden), state["rotary"], state["attention"])
+        with self.offload("attn_norm"):
+            normed = self.input_layernorm(hidden)
+        branch = self.self_attn(normed, state["rotary"], state["attention"])
         return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_mlp(self, state: State) -> State:
         """Stage `mlp`: reads and replaces hidden."""
         hidden = state["hidden"]
-        branch = self.mlp(self.post_attention_layernorm(hidden))
+        with self.offload("mlp_norm"):
+            normed = self.post_attention_layernorm(hidden)
+        branch = self.mlp(normed)
         return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_router(self, state: State) -> State:
         """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones add to the state."""
-        return self._moe.run_router(state, self.post_attention_layernorm(state["hidden"]))
+        with self.offload("mlp_norm"):
+            normed = self.post_attention_layernorm(state["hidden"])
+        return self._moe.run_router(state, normed)
 
     def run_preprocess(self, state: State) -> State:
         """Stage `moe_preprocess`."""

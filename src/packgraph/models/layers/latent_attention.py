@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.merged import MergedProjections
 from packgraph.models.layers.norm import RMSNorm
+from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.attention import AttentionMetadata, attention
 from packgraph.ops.rotary import apply_rotary
 
@@ -40,9 +41,19 @@ class LatentAttention(MergedProjections):
         self.first = "q_a_proj" if shape.query_rank else "q_proj"
         self.merged = (self.first, "kv_a_proj_with_mqa") if config.merge_projections else ()
         self.scale = shape.query_dim**-0.5 * shape.scaling.score_factor
+        self.offload: Mark = nowhere
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
         """x: [T, H]; rotary: cos and sin [T, rope_dim]. Returns [T, H]."""
+        with self.offload("qkv_linear", leave=rotary):
+            q, k, v = self._project(x, rotary)
+        with self.offload("core_attn", leave=metadata):
+            out = attention(q, k, v, metadata, scale=self.scale).flatten(1)
+        with self.offload("attn_proj"):
+            return self.o_proj(out)
+
+    def _project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [T, heads, nope + rope] and values [T, heads, value]."""
         shape = self.shape
         queries, latent = self.project(x) if self.merged else (
             getattr(self, self.first)(x), self.kv_a_proj_with_mqa(x))
@@ -56,4 +67,4 @@ class LatentAttention(MergedProjections):
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1)), dim=-1)
         # A view would keep the columns of k_nope alive until the backward, which k holds already.
-        return self.o_proj(attention(q, k, v.contiguous(), metadata, scale=self.scale).flatten(1))
+        return q, k, v.contiguous()

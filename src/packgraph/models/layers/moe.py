@@ -26,6 +26,7 @@ from packgraph.moe.experts import Experts
 from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
 from packgraph.moe.routing import drop_beyond, route
 from packgraph.moe.stash import Stash
+from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.context import ContextGroup, own_rows
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
@@ -93,6 +94,7 @@ class MoEBlock(nn.Module):
         self.shared_experts = GatedMLP(config.hidden_size, width, config.merge_projections) if width else None
         self.dispatcher = LocalDispatcher(config.experts.count)
         self.stash: Stash | None = None
+        self.offload: Mark = nowhere
         self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
 
     @property
@@ -161,7 +163,10 @@ class MoEBlock(nn.Module):
         """Replaces moe_rows by moe_made."""
         rows: Rows = state["moe_rows"]
         with self._saving(rows):
-            made = self.experts(rows.values, rows.weights, rows.offsets)
+            with self.offload("expert_fc1", leave=rows.offsets):
+                h = self.experts.first(rows.values, rows.offsets)
+            with self.offload("moe_act", leave=rows.offsets):
+                made = self.experts.second(h, rows.weights, rows.offsets)
         return {key: value for key, value in state.items() if key != "moe_rows"} | {"moe_made": made}
 
     def _saving(self, rows: Rows) -> contextlib.AbstractContextManager[None]:

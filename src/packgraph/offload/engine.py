@@ -1,0 +1,199 @@
+"""The engine of one chunk: which groups move, when they come back, and how many copies are under way.
+
+A *pass* is one forward of the chunk and its backward: the groups in the order of their forwards. Passes are not
+numbered, since nothing is looked up by microbatch: autograd's own graph knows which group a saved tensor belongs to. So
+any number of microbatches may be in flight, in any order, and captured graphs of one slot know nothing of another's.
+
+    forward     block opens, hooks pack ─▶ block closes, commit ─▶ main waits for the oldest of too many copies
+    backward    first tensor of group j is asked for ─▶ reloads planned for j start ─▶ main waits for j's own
+
+Before there is a plan everything eligible moves and comes back one group ahead: what a first step would not have room
+for would never be traced. Eager work and captures follow the plan from the next pass on; it does not change under
+graphs, since whoever wants another one attaches another engine, which modules notice.
+
+In a capture the lanes are the capture's. Reloads start within the capture that holds the group's own backward, since
+no copy may outlast its graph.
+"""
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from packgraph.graphs.guard import capturing
+from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
+from packgraph.graphs.parameters import local_tensor
+from packgraph.offload.group import Group, Handle, Memory, unpack
+from packgraph.offload.timing import PassTimes
+from packgraph.plan.offload import KEPT, OffloadPlan, OffloadTrace
+
+Policy = Callable[[OffloadTrace], OffloadPlan]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A group of a pass. needed: its place in backward order, smallest first. starts: that of the group at whose
+    backward its reload starts, None = the group before it. scope: the capture of its forward."""
+
+    group: weakref.ref[Group]
+    needed: int
+    starts: int | None
+    scope: int
+
+
+class Pass:
+    """The groups of one forward, by weak references: autograd's graph holds them."""
+
+    def __init__(self, lanes: Lanes, times: PassTimes | None) -> None:
+        self.lanes, self.times = lanes, times
+        self.seen: set[tuple[int, str]] = set()
+        self.entries: list[_Entry] = []
+        self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+
+    def known(self, tensor: Tensor) -> Memory | None:
+        """The memory of an earlier group that `tensor` lies in."""
+        memory = self.memories.get(tensor.untyped_storage()._cdata)
+        return memory if memory is not None and memory.still(tensor) else None
+
+    def to_reload(self, order: int) -> list[Group]:
+        """What starts to come back when backward reaches group `order`: first what is needed first."""
+        here = self.entries[order]
+        waiting = [(entry, group) for entry in self.entries if entry.scope == here.scope
+                   and (group := entry.group()) is not None and group.host is not None]
+        waiting.sort(key=lambda pair: pair[0].needed)
+        found, ahead = [], 0
+        for entry, group in waiting:
+            if entry.needed <= here.needed or (entry.starts is not None and entry.starts <= here.needed):
+                found.append(group)
+            elif entry.starts is None and ahead == 0:
+                found.append(group)
+                ahead = 1
+        return found
+
+
+class Offload:
+    """Moves what blocks of one chunk save; see `attach`, which gives it to modules.
+
+    modules: names of the groups that may move. lanes: of eager work. min_bytes: smaller memory stays. in_flight: copies
+    to the host that main has not waited for, at most, until a plan says another number. postpones: eager copies are
+    queued after the next launch of a graph. policy: makes the plan of what was traced, at `settle` or at the first
+    capture; None = everything moves. measures: nothing moves, for a trace of compute alone.
+    """
+
+    def __init__(self, modules: Collection[str], lanes: Lanes, *, min_bytes: int = 2**20, in_flight: int = 2,
+                 postpones: bool = False, policy: Policy | None = None, measures: bool = False) -> None:
+        self.modules, self.lanes, self.min_bytes, self.postpones = frozenset(modules), lanes, min_bytes, postpones
+        self.in_flight, self.policy, self.measures = in_flight, policy, measures
+        self.plan: OffloadPlan | None = None
+        self.trace: OffloadTrace | None = None
+        self._times: PassTimes | None = None
+        self._index: dict[tuple[int, str], int] = {}
+        self._backward: dict[int, int] = {KEPT: -1}
+        self._pass: Pass | None = None
+        self._under_way: weakref.WeakKeyDictionary[Lanes, deque[Copy]] = weakref.WeakKeyDictionary()
+
+    def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
+        """Do as `plan` says of `trace` from the next pass on. Raises ValueError when they do not fit together."""
+        if len(plan.moves) != len(trace.groups):
+            raise ValueError(f"the plan is of {len(plan.moves)} groups, the trace of {len(trace.groups)}")
+        self.plan, self.trace, self.in_flight = plan, trace, plan.in_flight
+        self._index = {(group.layer, group.name): place for place, group in enumerate(trace.groups)}
+        self._backward = {place: number for number, place in enumerate(trace.backward_order)}
+        self._pass = None
+
+    def settle(self) -> None:
+        """Plan for the largest pass that was traced, unless there is a plan. Raises RuntimeError without a trace."""
+        if self.plan is not None or self.policy is None:
+            return
+        self._note_trace()
+        if self.trace is None:
+            raise RuntimeError("there is nothing to plan offloading by: run a forward and its backward eagerly before "
+                               "the first capture (graph.warmup), or give a plan to Offload.follow")
+        self.follow(self.trace, self.policy(self.trace))
+
+    def end_step(self) -> None:
+        """The step is over, nothing is in flight: main waits for all copies, and the largest pass is kept as trace."""
+        self.lanes.join()
+        self._note_trace()
+        self._pass = None
+
+    @contextlib.contextmanager
+    def group(self, name: str, layer: int, stays: Sequence[Tensor], leave: Any) -> Iterator[None]:
+        """The block of one group. stays: parameters and buffers of its layer. leave: more tensors that stay."""
+        lanes = captured_lanes() or self.lanes
+        if lanes is not self.lanes and self.plan is None:
+            self.settle()
+        now = self._pass
+        if now is None or now.lanes is not lanes or (layer, name) in now.seen:
+            now = self._begin(lanes)
+        group = self._open(now, name, layer)
+        fixed = {_address(tensor) for tensor in [*stays, *tree_leaves(leave)] if isinstance(tensor, Tensor)}
+
+        def pack(tensor: Tensor) -> Handle | Tensor:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel() \
+                    or (tensor.is_leaf and tensor.requires_grad) or _address(tensor) in fixed:
+                return tensor
+            return group.pack(tensor, now.known(tensor))
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+        self._commit(now, group)
+
+    def _begin(self, lanes: Lanes) -> Pass:
+        """Another pass. It is traced where it is an eager one of training, until there is a plan."""
+        self._note_trace()
+        is_traced = lanes is self.lanes and self.plan is None and not capturing()
+        self._pass = Pass(lanes, PassTimes(lanes) if is_traced else None)
+        return self._pass
+
+    def _open(self, now: Pass, name: str, layer: int) -> Group:
+        order = len(now.entries)
+        needed, starts, moves = -order, None, not self.measures
+        if self.plan is not None:
+            place = self._index.get((layer, name), KEPT)
+            moves = moves and place != KEPT and self.plan.moves[place]
+            needed = self._backward.get(place, len(self._backward))
+            starts = self._backward[self.plan.reload_at[place]] if moves else None
+        group = Group(name, layer, order, now.lanes, moves=moves, min_bytes=self.min_bytes,
+                      reached=partial(self._reached, now))
+        now.seen.add((layer, name))
+        now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
+        return group
+
+    def _commit(self, now: Pass, group: Group) -> None:
+        group.commit(partial(self._queued, now.lanes), postpone=self.postpones and now.lanes is self.lanes)
+        for memory in group.memories.values():
+            storage = memory.storage()
+            if storage is not None:
+                now.memories[storage._cdata] = memory
+        if now.times is not None:
+            now.times.committed(group.name, group.layer, group.eligible_bytes, group.eligible_copies)
+
+    def _queued(self, lanes: Lanes, copy: Copy) -> None:
+        """A copy to the host is queued: main waits for the oldest ones if there are too many."""
+        under_way = self._under_way.setdefault(lanes, deque())
+        under_way.append(copy)
+        while under_way and (under_way[0].done or len(under_way) > self.in_flight):
+            lanes.wait(under_way.popleft())
+
+    def _reached(self, now: Pass, group: Group) -> None:
+        if now.times is not None:
+            now.times.reached(group.order)
+        for other in now.to_reload(group.order):
+            other.start_reload()
+
+    def _note_trace(self) -> None:
+        """Keep the times of the pass if it is over and larger than those before."""
+        times = self._pass.times if self._pass is not None else None
+        if times is not None and times.is_complete() and (self._times is None or times.nbytes > self._times.nbytes):
+            self._times, self.trace = times, times.trace()
+
+
+def _address(tensor: Tensor) -> int:
+    return local_tensor(tensor).untyped_storage().data_ptr()

@@ -1,0 +1,199 @@
+"""A group: what one module of one layer saves for its backward, of one microbatch, and its way to the host and back.
+
+    pack     autograd saves a tensor      a handle takes its place; the memory behind it is noted
+    commit   the module's forward ends    what is large enough goes to the host, all of it as one copy
+    unpack   autograd wants the tensor    the group is reached: reloads start; main waits for its own; a view comes back
+
+What moves is memory, not tensors: q, k and v as views of one product are one copy and come back as the views they were,
+in the layout they had, so kernels compute the same bits. Memory that an earlier group has saved already is that
+group's. Whether memory moves is known at commit only: it must be `min_bytes` large, and the views saved must cover half
+of it, since copying the rest would free nothing.
+
+Handles own the group. When the last one is gone without a backward, the host memory goes back to the lanes.
+"""
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packgraph.graphs.lanes import Copy, HostMemory, Lanes, aligned
+
+COVERED = 0.5  # of memory that moves, by the views that were saved
+
+
+class Memory:
+    """The memory behind saved tensors of a group.
+
+    device: uint8 [n], while it has not moved. moved: whether it did. restored: what was brought back, while a handle
+    needs it. waiting: handles that have not been asked for.
+    """
+
+    def __init__(self, group: "Group", tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.group, self.version = group, tensor._version
+        self.nbytes, self.covered, self.waiting, self.moved = storage.nbytes(), 0, 0, False
+        self.storage = weakref.ref(storage)
+        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self.restored: Tensor | None = None
+
+    def still(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in this memory, unchanged since it was saved first."""
+        return self.storage() is not None and self.version == tensor._version
+
+
+@dataclass(eq=False)
+class Handle:
+    """What autograd holds in place of a saved tensor. kept: the tensor itself, where its memory stays."""
+
+    group: "Group"
+    memory: Memory
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    version: int
+    kept: Tensor | None
+    asked: bool = False
+
+    def back(self) -> Tensor:
+        """The tensor. Raises RuntimeError when it was changed in place, or is asked for when it is gone."""
+        self.group.reached()
+        memory = self.memory
+        if not memory.moved:
+            assert self.kept is not None
+            if self.kept._version != self.version:
+                raise RuntimeError(f"a tensor of shape {self.size} that {self.group.name} of layer {self.group.layer} "
+                                   "saved for backward was changed in place afterwards: write to a new tensor")
+            return self.kept
+        whole = memory.group.bring(memory)
+        if not self.asked:
+            self.asked = True
+            memory.waiting -= 1
+        if memory.waiting == 0:
+            memory.restored = None
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            tensor = torch.empty(0, dtype=self.dtype, device=whole.device)
+            return tensor.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class Group:
+    """name, layer: the module's. order: number within its pass. lanes: that carry its copies.
+
+    moves: whether the plan wants it on the host. reached: called by the first tensor that backward asks for.
+    """
+
+    def __init__(self, name: str, layer: int, order: int, lanes: Lanes, *, moves: bool, min_bytes: int,
+                 reached: Callable[["Group"], None]) -> None:
+        self.name, self.layer, self.order, self.lanes = name, layer, order, lanes
+        self.moves, self.min_bytes = moves, min_bytes
+        self.memories: dict[int, Memory] = {}
+        self.moved: list[Memory] = []
+        self.eligible_bytes, self.eligible_copies = 0, 0
+        self.host: HostMemory | None = None
+        self.copy_out: Copy | None = None
+        self.copy_back: Copy | None = None
+        self._handles: list[weakref.ref[Handle]] = []
+        self._reached: Callable[[Group], None] | None = reached
+
+    def pack(self, tensor: Tensor, memory: Memory | None) -> Handle:
+        """The handle of `tensor`. memory: of an earlier group, None = this group's own."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+            tensor = tensor.detach()  # without its graph, in which this handle will be
+            if memory is None:
+                key = tensor.untyped_storage()._cdata
+                memory = self.memories.get(key)
+                if memory is None or not memory.still(tensor):
+                    memory = self.memories[key] = Memory(self, tensor)
+        memory.covered += tensor.numel() * tensor.element_size()
+        memory.waiting += 1
+        handle = Handle(self, memory, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
+                        tuple(tensor.stride()), tensor._version, None if memory.moved else tensor)
+        if memory.group is self:
+            self._handles.append(weakref.ref(handle))
+        return handle
+
+    def commit(self, queued: Callable[[Copy], None], postpone: bool) -> None:
+        """The module's forward is over: send what moves on its way.
+
+        queued: called when the copy is queued. postpone: that is after the next launch of a graph, instead of now.
+        """
+        changed = {id(handle.memory) for handle in self._living() if handle.kept is not None
+                   and handle.kept._version != handle.version}
+        moving = [memory for memory in self.memories.values() if memory.nbytes >= self.min_bytes
+                  and memory.covered >= COVERED * memory.nbytes and id(memory) not in changed]
+        self.eligible_bytes = sum(memory.nbytes for memory in moving)
+        self.eligible_copies = len(moving)
+        sources = [memory.device for memory in moving if memory.device is not None]
+        for memory in self.memories.values():
+            memory.device = None
+        if self.moves and moving:
+            self._send(moving, sources, queued, postpone)
+
+    def _send(self, moving: list[Memory], sources: list[Tensor], queued: Callable[[Copy], None], postpone: bool
+              ) -> None:
+        self.moved, self._device = moving, sources[0].device
+        for memory in moving:
+            memory.moved = True
+        for handle in self._living():
+            if handle.memory.moved:
+                handle.kept = None
+        host = self.host = self.lanes.host(sum(aligned(memory.nbytes) for memory in moving))
+        if not postpone:
+            self.copy_out = self.lanes.out(sources, host)
+            queued(self.copy_out)
+            return
+        since, group = self.lanes.point(), weakref.ref(self)
+
+        def launch() -> None:
+            own = group()
+            if own is not None:  # else nobody will ask for it
+                own.copy_out = own.lanes.out(sources, host, since)
+                queued(own.copy_out)
+
+        self.lanes.postpone(launch)
+
+    def _living(self) -> list[Handle]:
+        return [handle for handle in (reference() for reference in self._handles) if handle is not None]
+
+    def reached(self) -> None:
+        """Backward asks for a tensor of this group."""
+        reached, self._reached = self._reached, None
+        if reached is not None:
+            reached(self)
+
+    def start_reload(self) -> None:
+        """Bring back what has moved, unless that was begun; main does not wait."""
+        if self.host is None:
+            return
+        if self.copy_out is None:
+            self.lanes.launched()
+        assert self.copy_out is not None
+        self.lanes.wait(self.copy_out)
+        for memory in self.moved:
+            memory.restored = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
+        self.copy_back = self.lanes.back(self.host, [m.restored for m in self.moved if m.restored is not None])
+        self.lanes.give_back(self.host)
+        self.host = None
+
+    def bring(self, memory: Memory) -> Tensor:
+        """What `memory` held, uint8 [n]; main has waited for it. Raises RuntimeError when it is gone."""
+        self.start_reload()
+        if self.copy_back is not None and not self.copy_back.done:
+            self.lanes.wait(self.copy_back)
+        if memory.restored is None:
+            raise RuntimeError(f"backward through {self.name} of layer {self.layer} a second time: what it had saved "
+                               "was on the host and is gone after the first (retain_graph=True has no effect on "
+                               "offloaded tensors). Add the losses before backward, or run the forward again")
+        return memory.restored
+
+    def __del__(self) -> None:
+        if self.host is not None:  # a forward without backward
+            self.lanes.give_back(self.host)
+
+
+def unpack(packed: Any) -> Tensor:
+    """The tensor that autograd has saved."""
+    return packed.back() if isinstance(packed, Handle) else packed
