@@ -5,7 +5,9 @@ activation functions are none of the model's work. A weight matrix costs 2 opera
 forward and 4 in the backward (gradients of inputs and weights); of experts, those that a token is routed to. Causal
 attention has L (L + 1) / 2 pairs in a document of L tokens; each costs 2 D for the score and 2 D for the value per
 query head (D of keys, D of values), and twice that in the backward, as with any product, although the kernels compute
-scores again there.
+scores again there. A head of Mamba-2 adds an outer product of P columns and S of state for each token and multiplies
+the state by S columns to read it, 4 P S together, and twice that in the backward: what the recurrence asks for,
+although kernels work on chunks and do more. Its convolution is no product of matrices.
 """
 from collections.abc import Sequence
 
@@ -22,8 +24,9 @@ def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> in
     """
     weights = token_weights(config) + (config.vocab_size * config.hidden_size if head else 0)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    attention = config.num_layers * config.num_heads * 2 * sum(head_sizes(config)) * pairs
-    return 6 * weights * sum(lengths) + 3 * attention
+    attention = config.count("attn") * config.num_heads * 2 * sum(head_sizes(config)) * pairs
+    scans = config.count("mamba") * config.mamba.inner * 4 * config.mamba.state * sum(lengths)
+    return 6 * weights * sum(lengths) + 3 * (attention + scans)
 
 
 def peak_share(flops: float, milliseconds: float) -> float:

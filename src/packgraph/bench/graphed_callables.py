@@ -23,31 +23,34 @@ Make = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[A
 
 
 class TensorLayer(nn.Module):
-    """A layer as a function of tensors alone. constants, marks: what else it needs, which a graph bakes."""
+    """A layer as a function of tensors alone. tables: of rotary positions. constants, marks: what else a graph bakes.
+    """
 
-    def __init__(self, layer: nn.Module, constants: AttentionMetadata, marks: Marks | None) -> None:
+    def __init__(self, layer: nn.Module, tables: int, constants: AttentionMetadata, marks: Marks | None) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.tables = layer, tables
         self.masked = constants.mask is not None
         self.constants = constants.longest, constants.backend, constants.finite_padding
         self.capacity = None if marks is None else marks.capacity
 
     def forward(self, hidden: Tensor, *shared: Tensor) -> Tensor:
         """hidden: [T, H]; shared: as `shared_tensors` gives them. Returns [T, H]."""
-        cos, sin, cu_seqlens, padding, *rest = shared
+        rotary, (cu_seqlens, padding, *rest) = shared[: self.tables], shared[self.tables :]
         mask, others = (rest[0], rest[1:]) if self.masked else (None, rest)
         metadata = AttentionMetadata(cu_seqlens, padding, mask, *self.constants)
         marks = None
         if self.capacity is not None:
-            documents, labels = others
-            marks = Marks(padding, documents, labels, self.capacity)
-        return self.layer(hidden, (cos, sin), metadata, marks)
+            document_ids, labels, *documents = others
+            marks = Marks(padding, document_ids, labels, self.capacity, *documents)
+        return self.layer(hidden, rotary, metadata, marks)
 
 
 def shared_tensors(rotary: Rotary, attention: AttentionMetadata, marks: Marks | None) -> tuple[Tensor, ...]:
     """Everything that all layers read, as tensors: cos, sin, boundaries, padding, and mask and marks where they are."""
     mask = () if attention.mask is None else (attention.mask,)
-    read = () if marks is None else (marks.document_ids, marks.labels)
+    read = [] if marks is None else [marks.document_ids, marks.labels]
+    if marks is not None and marks.documents is not None:
+        read.append(marks.documents)
     return (*rotary, attention.cu_seqlens, attention.padding_mask, *mask, *read)
 
 
@@ -63,7 +66,7 @@ class GraphedCallables(LayerStack):
         constants: AttentionMetadata = state["attention"]
         marks = marks_of(model, state)
         self.shared = tuple(tensor.detach().clone() for tensor in shared_tensors(state["rotary"], constants, marks))
-        modules = tuple(TensorLayer(layer, constants, marks) for layer in layers)
+        modules = tuple(TensorLayer(layer, len(state["rotary"]), constants, marks) for layer in layers)
         samples = tuple((torch.randn_like(state["hidden"]).requires_grad_(), *self.shared) for _ in modules)
         super().__init__(model, [])
         self.capacity = arguments[0].capacity

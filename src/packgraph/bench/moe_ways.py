@@ -56,8 +56,8 @@ def make_expert_way(name: str, setting: Setting) -> Way:
 
 def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
     """What is captured of a decoder whose experts stay out of graphs; dense layers whole."""
-    dense = any(not config.experts.has_layer(layer) for layer in range(config.num_layers))
-    return (*PARTIAL, "mlp") if dense else PARTIAL
+    others = tuple(branch for branch in ("mlp", "mamba") if config.count(branch))
+    return (*(name for name in PARTIAL if name != "attn" or config.count("attn")), *others)
 
 
 class Stashed(Graphed):

@@ -18,25 +18,28 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stages import Stage, State, run_stages
 
-Rotary = tuple[Tensor, Tensor]
+Rotary = tuple[Tensor, ...]  # cosines and sines, or nothing where positions turn nothing
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What layers with experts read of a batch, as tensors of their own: compiled code takes them as inputs.
+    """What layers with experts or Mamba-2 read of a batch, as tensors of their own: compiled code takes them as inputs.
 
-    padding_mask: bool [T]. document_ids: int [T]. labels: int [T]. capacity: of the batch.
+    padding_mask: bool [T]. document_ids: int [T]. labels: int [T]. capacity: of the batch. documents: int [T], -1 in
+    padding, for Mamba-2; None without.
     """
 
     padding_mask: Tensor
     document_ids: Tensor
     labels: Tensor
     capacity: Capacity
+    documents: Tensor | None = None
 
     @staticmethod
-    def of(batch: PackedBatch) -> "Marks":
-        """Those of `batch`."""
-        return Marks(batch.padding_mask, batch.document_ids, batch.labels, batch.capacity)
+    def of(state: State) -> "Marks":
+        """Those of the batch in a decoder's state."""
+        batch: PackedBatch = state["batch"]
+        return Marks(batch.padding_mask, batch.document_ids, batch.labels, batch.capacity, state.get("documents"))
 
 
 LayerCall = Callable[[Tensor, Rotary, AttentionMetadata, Marks | None], Tensor]
@@ -55,7 +58,7 @@ class Layer(nn.Module):
                 ) -> Tensor:
         """hidden: [T, H]; rotary, attention: as in the decoder's state; marks: for experts. Returns [T, H]."""
         state: State = {"hidden": hidden, "rotary": rotary, "attention": attention, "batch": marks,
-                        "tokens_in_step": None}
+                        "tokens_in_step": None, "documents": None if marks is None else marks.documents}
         for method in self.methods:
             state = getattr(self.layer, method)(state)
         return state["hidden"]
@@ -94,8 +97,8 @@ class LayerStack(nn.Module):
 
 
 def marks_of(model: DecoderStack, state: State) -> Marks | None:
-    """The marks of a state's batch, if the model has experts that read them."""
-    return Marks.of(state["batch"]) if model.config.experts.enabled else None
+    """The marks of a state's batch, if the model has layers that read them."""
+    return Marks.of(state) if model.config.experts.enabled or model.config.mamba.enabled else None
 
 
 def layers_of(model: DecoderStack) -> list[Layer]:

@@ -1,14 +1,17 @@
 """Shape of a decoder: everything that its parameters and numbers depend on."""
 from dataclasses import dataclass, field
+from typing import Literal
 
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
+from packgraph.models.mamba_config import MambaConfig
+from packgraph.models.pattern import read_pattern
 from packgraph.ops.attention import BACKENDS
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder of the Qwen3 or DeepSeek-V3 family.
+    """A decoder of the Qwen3 or DeepSeek-V3 family, or a hybrid of Mamba-2 and attention by a pattern.
 
     num_kv_heads: key and value heads, a divisor of num_heads. head_dim: need not be hidden_size / num_heads.
     tie_embeddings: the head uses the embedding matrix. qk_norm: RMSNorm on queries and keys. attention_bias:
@@ -20,6 +23,11 @@ class DecoderConfig:
     and up (ops/merged_linear.py); parameters and their names stay as they are.
     latent: multi-head latent attention instead of grouped queries; num_kv_heads and head_dim then mean nothing.
     experts: which layers have experts instead of one feed-forward block, and how tokens are routed to them.
+    pattern: the branches of the layers in letters, such as M-M*-E or (M-)(*-), repeated over all layers
+    (models/pattern.py); empty = attention and a feed-forward branch in each, with experts from experts.first_dense on.
+    mamba: shape of the Mamba-2 layers that the pattern names.
+    activation: of feed-forward blocks: swiglu has a gate, relu2 (the square of what is positive) has none.
+    rotary_share: part of a head's columns that the position turns, its first ones; 0 = none.
     Raises ValueError that names every illegal value at once.
     """
 
@@ -42,11 +50,26 @@ class DecoderConfig:
     merge_projections: bool = False
     latent: LatentConfig = field(default_factory=LatentConfig)
     experts: ExpertConfig = field(default_factory=ExpertConfig)
+    pattern: str = ""
+    mamba: MambaConfig = field(default_factory=MambaConfig)
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+    rotary_share: float = 1.0
 
     def __post_init__(self) -> None:
         reasons = _illegal(self)
         if reasons:
             raise ValueError("DecoderConfig cannot be built: " + "; ".join(reasons))
+
+    def branches(self, index: int) -> tuple[str, ...]:
+        """The branches of layer `index`, in order: `mamba`, `attn`, `mlp` or `moe`."""
+        if not self.pattern:
+            return "attn", "moe" if self.experts.has_layer(index) else "mlp"
+        layers = read_pattern(self.pattern)
+        return layers[index % len(layers)]
+
+    def count(self, branch: str) -> int:
+        """How many layers have this branch."""
+        return sum(branch in self.branches(index) for index in range(self.num_layers))
 
 
 def _illegal(config: DecoderConfig) -> list[str]:
@@ -68,4 +91,29 @@ def _illegal(config: DecoderConfig) -> list[str]:
     if config.attention_backend != "auto" and config.attention_backend not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         reasons.append(f"attention_backend {config.attention_backend!r} is unknown; known are {known}")
-    return reasons
+    share = config.rotary_share
+    if not 0.0 <= share <= 1.0 or (share < 1.0 and share * config.head_dim % 2):
+        reasons.append(f"rotary_share is {share}: of head_dim {config.head_dim} it must leave an even "
+                       "number of columns, from none to all, to rotary embedding, which turns pairs")
+    if share != 1.0 and config.latent.enabled:
+        reasons.append("rotary_share means nothing with latent attention, whose latent.rope_dim says it")
+    return reasons + _illegal_pattern(config)
+
+
+def _illegal_pattern(config: DecoderConfig) -> list[str]:
+    """Every reason why the pattern of `config` and what it names do not belong together."""
+    try:
+        named = {branch for layer in read_pattern(config.pattern) for branch in layer}
+    except ValueError as error:
+        return [str(error)]
+    if not config.pattern:
+        return ["mamba.num_heads is set, but no pattern says which layers are Mamba-2"] if config.mamba.enabled else []
+    problems = {
+        "pattern has M, but mamba.num_heads is 0": "mamba" in named and not config.mamba.enabled,
+        "mamba.num_heads is set, but pattern has no M": "mamba" not in named and config.mamba.enabled,
+        "pattern has E, but experts.count is 0": "moe" in named and not config.experts.enabled,
+        "experts.count is set, but pattern has no E": "moe" not in named and config.experts.enabled,
+        "experts.first_dense means nothing with a pattern, which says where experts are":
+            config.experts.first_dense > 0,
+    }
+    return [text for text, wrong in problems.items() if wrong]

@@ -1,5 +1,5 @@
 """Decoders by their config: a stack of layers, whole or one pipeline stage of it."""
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ __all__ = ["DecoderConfig", "DecoderModel", "named_stages", "parts_without"]
 
 
 class DecoderModel(DecoderStack):
-    """Decoder with stages `embed`, `attn` and `mlp` of every layer, `head`; see DecoderStack for its calls.
+    """Decoder with stages `embed`, those of every layer (such as `attn` and `mlp`), `head`; see DecoderStack for calls.
 
     stage, stages: which part of the decoder this is when it is cut into that many pipeline stages; a part has the
     names and the fresh values that its parameters have in the whole.
@@ -47,9 +47,9 @@ def head_cost(config: DecoderConfig) -> float:
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:
-    """Every stage name that a decoder of `config` has, without its weights: those of its first and its last layer."""
+    """Every stage name that a decoder of `config` has, without its weights: those of one layer of each kind."""
     with torch.device("meta"):
-        indices = sorted({0, config.num_layers - 1})
+        indices = _one_of_each_kind(config, range(config.num_layers))
         return DecoderStack(config, {index: DecoderLayer(config, index) for index in indices}).stages()
 
 
@@ -58,8 +58,14 @@ def parts_without(config: DecoderConfig, parts: int, names: Collection[str]) -> 
     found = []
     with torch.device("meta"):
         for number, indices in enumerate(split_layers(config.num_layers, parts, head_cost(config))):
-            layers = {index: DecoderLayer(config, index) for index in sorted({indices[0], indices[-1]})}
+            layers = {index: DecoderLayer(config, index) for index in _one_of_each_kind(config, indices)}
             stack = DecoderStack(config, layers, first=number == 0, last=number == parts - 1)
             if not any(stage.name in names for stage in stack.stages()):
                 found.append(number)
     return found
+
+
+def _one_of_each_kind(config: DecoderConfig, indices: Iterable[int]) -> list[int]:
+    """The first of `indices` whose layer has certain branches, for all that there are; in order."""
+    kinds = {config.branches(index): index for index in sorted(indices, reverse=True)}
+    return sorted(kinds.values())

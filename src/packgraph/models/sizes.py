@@ -10,7 +10,7 @@ def head_sizes(config: DecoderConfig) -> tuple[int, int]:
 
 def rotary_width(config: DecoderConfig) -> int:
     """Columns of a head that are turned by the position."""
-    return config.latent.rope_dim if config.latent.enabled else config.head_dim
+    return config.latent.rope_dim if config.latent.enabled else round(config.rotary_share * config.head_dim)
 
 
 def attention_weights(config: DecoderConfig) -> int:
@@ -24,15 +24,25 @@ def attention_weights(config: DecoderConfig) -> int:
             + latent.kv_rank * heads * (latent.nope_dim + latent.value_dim) + heads * latent.value_dim * hidden)
 
 
-def feed_forward_weights(config: DecoderConfig, layer: int) -> int:
-    """Elements of the matrices that a token passes in the feed-forward branch of `layer`, its experts' alone."""
+def mamba_weights(config: DecoderConfig) -> int:
+    """Elements of the matrices of one Mamba-2 layer; its convolution is none."""
+    mamba = config.mamba
+    return config.hidden_size * (2 * mamba.inner + mamba.channels + mamba.num_heads)
+
+
+def feed_forward_weights(config: DecoderConfig) -> int:
+    """Elements of the matrices of one feed-forward block."""
+    return (2 if config.activation == "relu2" else 3) * config.hidden_size * config.intermediate_size
+
+
+def expert_weights(config: DecoderConfig) -> int:
+    """Elements of the matrices that a token passes in one layer's experts: the router's and those of its own."""
     experts = config.experts
-    if not experts.has_layer(layer):
-        return 3 * config.hidden_size * config.intermediate_size
     blocks = experts.per_token + experts.shared
     return config.hidden_size * (experts.count + 3 * blocks * experts.intermediate_size)
 
 
 def token_weights(config: DecoderConfig) -> int:
     """Elements of the matrices that a token passes in all layers."""
-    return sum(attention_weights(config) + feed_forward_weights(config, layer) for layer in range(config.num_layers))
+    weights = {"mamba": mamba_weights, "attn": attention_weights, "mlp": feed_forward_weights, "moe": expert_weights}
+    return sum(config.count(branch) * of_one(config) for branch, of_one in weights.items())

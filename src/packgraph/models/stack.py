@@ -6,10 +6,11 @@ A pipeline stage is a stack of consecutive layers. Only the first has the embedd
 states of the stage before, and their `embed` makes just the tables that all layers share. Only the last has a head;
 the others end with hidden states.
 
-State: batch, tokens_in_step and, where the row is spread over ranks, context from `begin`; hidden [T, H], rotary (cos,
-sin) and attention (metadata) from `embed`; the head leaves loss alone. Padding rows of hidden start as exact zeros, so
-that nothing a padding token holds reaches a result, and stay finite from there on; their gradients are zeros from the
-head on.
+State: batch, tokens_in_step and, where the row is spread over ranks, context from `begin`; hidden [T, H] from `embed`,
+and for layers that read them rotary (cos, sin; empty where positions turn nothing), attention (metadata) and documents
+(int32 [T], -1 in padding, of all ranks' rows); the head leaves loss alone. Padding rows of hidden start as exact zeros,
+so that nothing a padding token holds reaches a result, and stay finite from there on; their gradients are zeros from
+the head on.
 """
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
+from packgraph.models.layers.mamba import MambaMixer
 from packgraph.models.layers.moe import Gate, MoEBlock
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
 from packgraph.models.sizes import head_sizes, rotary_width
 from packgraph.ops.attention import BackendChoice, attention_metadata, choose_backend
 from packgraph.ops.context import ContextGroup, own_rows
+from packgraph.ops.documents import live_document_ids
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
@@ -61,6 +64,8 @@ class DecoderStack(nn.Module):
             if not config.tie_embeddings:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryEmbedding(rotary_width(config), config.rope_theta, config.latent.scaling)
+        branches = {branch for index in layers for branch in config.branches(index)}
+        self.attends, self.scans = "attn" in branches, "mamba" in branches
 
     @property
     def head_weight(self) -> Tensor:
@@ -116,15 +121,20 @@ class DecoderStack(nn.Module):
         return F.linear(self.norm(state["hidden"]), self.head_weight)
 
     def run_embed(self, state: State) -> State:
-        """Stage `embed`: token embeddings, zero in padding (first stage only); rotary tables; attention metadata."""
+        """Stage `embed`: token embeddings, zero in padding (first stage only); what all layers read of the batch."""
         batch, context = state["batch"], state.get("context")
         tokens, padding, positions = (
             own_rows(x, context) for x in (batch.tokens, batch.padding_mask, batch.position_ids))
         hidden: Tensor = state["hidden"] if not self.first else embed(
             tokens, padding, self.embed_tokens.weight, split_rows=self.split_rows)
-        metadata = attention_metadata(batch, self.attention_choice(hidden.dtype).name, finite_padding=True,
-                                      context=context)
-        return {**state, "hidden": hidden, "rotary": self.rotary(positions, hidden.dtype), "attention": metadata}
+        found: State = {**state, "hidden": hidden}
+        if self.attends:
+            found["rotary"] = self.rotary(positions, hidden.dtype) if self.rotary.head_dim else ()
+            found["attention"] = attention_metadata(batch, self.attention_choice(hidden.dtype).name,
+                                                    finite_padding=True, context=context)
+        if self.scans:
+            found["documents"] = live_document_ids(batch)
+        return found
 
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the loss is left in the state."""
@@ -142,7 +152,7 @@ class DecoderStack(nn.Module):
         generator = torch.Generator()
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if parameter.dim() < 2:
+                if parameter.dim() < 2 or ".conv1d." in name:
                     continue
                 generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
                 fresh = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
@@ -156,6 +166,9 @@ class DecoderStack(nn.Module):
                     module.demand.zero_()
                 elif isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
+            for name, module in self.named_modules():
+                if isinstance(module, MambaMixer):
+                    module.reset_parameters(generator.manual_seed(zlib.crc32(f"{seed} {name}".encode())))
 
     def attention_choice(self, dtype: torch.dtype | None = None) -> BackendChoice:
         """The attention backend of calls made now, and why it is no faster one.

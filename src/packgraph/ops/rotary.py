@@ -55,15 +55,22 @@ def rotary_tables(position_ids: Tensor, inv_freq: Tensor, dtype: torch.dtype, fa
     return cos.to(dtype), sin.to(dtype)
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
-                 ) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, Hq, D] and k [T, Hkv, D] by the tables [T, D]; dtypes of q and k are kept.
+def apply_rotary(q: Tensor, k: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *,
+                 interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, Hq, D] and k [T, Hkv, D] by the tables [T, R], R <= D; dtypes of q and k are kept.
 
-    interleaved: how columns of q and k are paired; the results are in half-rotation layout either way.
+    Only the first R columns turn; without tables, none. interleaved: how these columns of q and k are paired; the
+    results are in half-rotation layout either way.
     """
+    if cos is None or sin is None:
+        return q, k
     cos, sin = cos[:, None, :], sin[:, None, :]
     rotate = _rotate_pairs if interleaved else _rotate
-    return rotate(q, cos, sin), rotate(k, cos, sin)
+    turned = cos.shape[-1]
+    if turned == q.shape[-1]:
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+    q, k = (torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1) for x in (q, k))
+    return q, k
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ def tensor_problems(config: Any, ranks: int) -> list[str]:
     if config.latent.enabled:
         return [f"tensor parallelism over {ranks} ranks is not known with latent attention (model.latent.kv_rank is "
                 f"{config.latent.kv_rank}); use pipeline or data parallelism"]
+    if config.mamba.enabled or config.activation != "swiglu":
+        return [f"tensor parallelism over {ranks} ranks is known for layers of attention and SwiGLU only, not with "
+                f"model.pattern {config.pattern!r} and activation {config.activation}; use context, pipeline or data "
+                "parallelism"]
     divided = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads,
                "intermediate_size": config.intermediate_size}
     found = [f"tensor parallelism over {ranks} ranks needs {name} to be a multiple of it; it is {size}"

@@ -22,9 +22,9 @@ class DecoderMemory:
 
     layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and columns (tp). rows: ranks
     that share rows (cp); in attention they share heads instead, which is as much.
-    A layer keeps for every token 6 vectors of the hidden size, those of attention (`_attention_columns`) and of the
-    feed-forward branch (`_feed_forward_columns`); the loss keeps a gradient of the head and one chunk of logits. Within
-    15 % of what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures); not measured for latent attention and experts.
+    A branch of a layer keeps for every token 3 vectors of the hidden size and those of its own (`_columns`); the loss
+    keeps a gradient of the head and one chunk of logits. Within 15 % of what Qwen3-0.6B took on an H200 (docs/LOG.md,
+    first figures); not measured for latent attention, experts and Mamba-2.
     """
 
     model: DecoderConfig
@@ -36,8 +36,7 @@ class DecoderMemory:
     def __call__(self, capacity: Capacity) -> int:
         """Bytes for graphs of `capacity`."""
         model, tokens = self.model, capacity.tokens // self.rows
-        branches = _attention_columns(model) + _feed_forward_columns(model)
-        per_token = 6 * model.hidden_size + branches / self.parts
+        per_token = 3 * _branches(model) * model.hidden_size + _columns(model) / self.parts
         logits = min(tokens, rows_per_chunk(model.vocab_size)) * model.vocab_size * (4 + 2 * self.itemsize + 2)
         head = 4 * model.vocab_size * model.hidden_size
         return round(self.layers * per_token * self.itemsize * tokens + (logits + head) / self.parts)
@@ -56,7 +55,8 @@ def decoder_cost(model: DecoderConfig, parts: int = 1, measured: CostModel | Non
     """
     measured = measured or CostModel()
     layers = model.num_layers / MEASURED_LAYERS
-    heads = layers * model.num_heads * sum(head_sizes(model)) / 2 / MEASURED_HEADS / parts
+    attending = model.count("attn") / MEASURED_LAYERS
+    heads = attending * model.num_heads * sum(head_sizes(model)) / 2 / MEASURED_HEADS / parts
     return CostModel(
         microbatch_us=measured.microbatch_us * layers, token_us=measured.token_us * _weights(model) / MEASURED_WEIGHTS
         / parts, document_us=measured.document_us * heads, tile_us=measured.tile_us * heads,
@@ -81,13 +81,29 @@ def _attention_columns(model: DecoderConfig) -> int:
     return model.num_heads * (4 * latent.query_dim + 4 * latent.value_dim) + 2 * (latent.kv_rank + latent.query_rank)
 
 
-def _feed_forward_columns(model: DecoderConfig) -> float:
-    """Numbers per token that one layer's feed-forward branch keeps for its backward, averaged over layers.
+def _mamba_columns(model: DecoderConfig) -> float:
+    """Numbers per token that one Mamba-2 layer keeps: what goes into the convolution and comes out of it, the gate, the
+    result before and after its norm, and the state after every chunk, in float32."""
+    mamba = model.mamba
+    return 2 * mamba.channels + 3 * mamba.inner + 2 * mamba.num_heads + 2 * mamba.inner * mamba.state / mamba.chunk
 
-    4 vectors of every block's width; of experts also 2 of the hidden size for each copy of a token.
-    """
+
+def _expert_columns(model: DecoderConfig) -> int:
+    """Numbers per token that one layer's experts keep: 4 vectors of every block's width, and 2 of the hidden size for
+    each copy of a token."""
     experts = model.experts
-    with_experts = sum(map(experts.has_layer, range(model.num_layers))) / model.num_layers
     blocks = 4 * (experts.per_token + experts.shared) * experts.intermediate_size
-    copies = 2 * experts.per_token * model.hidden_size
-    return (1 - with_experts) * 4 * model.intermediate_size + with_experts * (blocks + copies)
+    return blocks + 2 * experts.per_token * model.hidden_size
+
+
+def _branches(model: DecoderConfig) -> float:
+    """Branches per layer, on average."""
+    return sum(len(model.branches(layer)) for layer in range(model.num_layers)) / model.num_layers
+
+
+def _columns(model: DecoderConfig) -> float:
+    """Numbers per token that the branches of one layer keep for their backward, averaged over layers; a feed-forward
+    block 4 vectors of its width."""
+    kept = {"mamba": _mamba_columns(model), "attn": _attention_columns(model), "moe": _expert_columns(model),
+            "mlp": 4 * model.intermediate_size}
+    return sum(model.count(branch) * columns for branch, columns in kept.items()) / model.num_layers

@@ -1,11 +1,12 @@
-"""One pre-norm decoder layer and its stages; a layer with experts has five `moe_*` stages in the place of `mlp`.
+"""One pre-norm decoder layer and its stages: a mixer, a feed-forward branch, or one after the other.
 
     hidden --+-- norm -- self_attn -- dropout --(+)--+-- norm -- mlp -- dropout --(+)-- hidden
              +----------------------------------+    +----------------------------+
     |<------------------ attn ------------------->|<------------- mlp -------------->|
 
-Each stage reads and replaces `hidden` in the state. A layer with other branches lists other stages; the rest
-of the model does not know them.
+A Mamba-2 layer has the stage `mamba` in the place of `attn`, a layer with experts five `moe_*` stages in the place of
+`mlp`; a layer of one branch has those of it alone. Each stage reads and replaces `hidden` in the state; the rest of the
+model does not know them.
 """
 from collections.abc import Sequence
 
@@ -15,56 +16,67 @@ from torch import Tensor, nn
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention
 from packgraph.models.layers.latent_attention import LatentAttention
-from packgraph.models.layers.mlp import GatedMLP
+from packgraph.models.layers.mamba import MambaMixer
+from packgraph.models.layers.mlp import GatedMLP, SquaredReluMLP
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.layers.norm import RMSNorm
-from packgraph.offload.marks import Mark, nowhere
 from packgraph.plan.stages import Stage, State
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward branch, each with pre-norm, residual and dropout."""
+    """Branches of a layer as its config says, each with pre-norm, residual and dropout."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.index = index
         self.dropout = config.dropout
-        self.offload: Mark = nowhere
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp: GatedMLP | MoEBlock = MoEBlock(config) if config.experts.has_layer(index) else GatedMLP(
-            config.hidden_size, config.intermediate_size, config.merge_projections)
+        self.branches = config.branches(index)
+        if self.branches[0] in ("attn", "mamba"):
+            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if "attn" in self.branches:
+            self.self_attn = LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
+        elif "mamba" in self.branches:
+            self.mamba = MambaMixer(config)
+        if self.branches[-1] in ("mlp", "moe"):
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp = _feed_forward(config, self.branches[-1])
 
     def stages(self) -> Sequence[Stage]:
-        attention = Stage("attn", self.index, self.run_attention)
-        if not isinstance(self.mlp, MoEBlock):
-            return [attention, Stage("mlp", self.index, self.run_mlp)]
-        runs = {"moe_router": self.run_router, "moe_preprocess": self.run_preprocess,
-                "moe_dispatch": self.run_dispatch, "moe_experts": self.run_experts, "moe_combine": self.run_combine}
-        why_not = self.mlp.dispatcher.why_not
-        return [attention, *(Stage(name, self.index, run, why_not.get(name, "")) for name, run in runs.items())]
+        return [stage for branch in self.branches for stage in self._stages_of(branch)]
+
+    def _stages_of(self, branch: str) -> Sequence[Stage]:
+        runs = {"attn": self.run_attention, "mamba": self.run_mamba, "mlp": self.run_mlp}
+        if branch in runs:
+            return [Stage(branch, self.index, runs[branch])]
+        moe_runs = {"moe_router": self.run_router, "moe_preprocess": self.run_preprocess,
+                    "moe_dispatch": self.run_dispatch, "moe_experts": self.run_experts,
+                    "moe_combine": self.run_combine}
+        why_not = self._moe.dispatcher.why_not
+        return [Stage(name, self.index, run, why_not.get(name, "")) for name, run in moe_runs.items()]
 
     def run_attention(self, state: State) -> State:
         """Stage `attn`: reads hidden, rotary and attention; replaces hidden."""
         hidden = state["hidden"]
-        with self.offload("attn_norm"):
-            normed = self.input_layernorm(hidden)
+        normed = self.input_layernorm(hidden)
         branch = self.self_attn(normed, state["rotary"], state["attention"])
+        return {**state, "hidden": hidden + self._drop(branch)}
+
+    def run_mamba(self, state: State) -> State:
+        """Stage `mamba`: reads hidden, documents and context; replaces hidden."""
+        hidden = state["hidden"]
+        branch = self.mamba(self.input_layernorm(hidden), state["documents"], state.get("context"))
         return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_mlp(self, state: State) -> State:
         """Stage `mlp`: reads and replaces hidden."""
         hidden = state["hidden"]
-        with self.offload("mlp_norm"):
-            normed = self.post_attention_layernorm(hidden)
+        normed = self.post_attention_layernorm(hidden)
         branch = self.mlp(normed)
         return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_router(self, state: State) -> State:
         """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones add to the state."""
-        with self.offload("mlp_norm"):
-            normed = self.post_attention_layernorm(state["hidden"])
+        normed = self.post_attention_layernorm(state["hidden"])
         return self._moe.run_router(state, normed)
 
     def run_preprocess(self, state: State) -> State:
@@ -91,3 +103,11 @@ class DecoderLayer(nn.Module):
 
     def _drop(self, branch: Tensor) -> Tensor:
         return F.dropout(branch, self.dropout, training=True) if self.training and self.dropout else branch
+
+
+def _feed_forward(config: DecoderConfig, branch: str) -> GatedMLP | SquaredReluMLP | MoEBlock:
+    if branch == "moe":
+        return MoEBlock(config)
+    if config.activation == "relu2":
+        return SquaredReluMLP(config.hidden_size, config.intermediate_size)
+    return GatedMLP(config.hidden_size, config.intermediate_size, config.merge_projections)

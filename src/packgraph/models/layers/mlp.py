@@ -1,8 +1,8 @@
-"""The SwiGLU feed-forward layer."""
+"""Feed-forward layers: SwiGLU, and one without a gate."""
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.layers.merged import MergedProjections
-from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.swiglu import swiglu
 
 
@@ -17,10 +17,23 @@ class GatedMLP(MergedProjections):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.merged = ("gate_proj", "up_proj") if merge else ()
-        self.offload: Mark = nowhere
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        with self.offload("mlp_act"):
-            gate, up = self.project(x) if self.merged else (self.gate_proj(x), self.up_proj(x))
-            return self.down_proj(swiglu(gate, up))
+        gate, up = self.project(x) if self.merged else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(swiglu(gate, up))
+
+
+class SquaredReluMLP(nn.Module):
+    """[T, H] -> [T, H] through an intermediate width without a gate: down(relu(up(x)) ** 2), as in Nemotron-H.
+
+    Source of the activation: So et al. 2021, arXiv:2109.08668.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())

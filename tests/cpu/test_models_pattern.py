@@ -1,0 +1,104 @@
+"""Patterns of layers, and the configurations, sizes and modules that follow from them."""
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packgraph.bench.flops import model_flops
+from packgraph.models.config import DecoderConfig
+from packgraph.models.decoder import DecoderModel, named_stages, parts_without
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.mamba_config import MambaConfig
+from packgraph.models.pattern import BRANCHES, read_pattern, write_pattern
+from packgraph.models.sizes import token_weights
+from packgraph.parallel.tensor import tensor_problems
+
+DENSE = DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_layers=6, num_heads=4, num_kv_heads=2,
+                      head_dim=8)
+MAMBA = MambaConfig(num_heads=4, head_dim=8, state=6, groups=2, chunk=8)
+EXPERTS = ExpertConfig(count=4, per_token=2, intermediate_size=8, shared=1)
+HYBRID = dataclasses.replace(DENSE, pattern="M-M*-E", mamba=MAMBA, experts=EXPERTS)
+LAYERS = st.one_of(
+    st.sampled_from([(branch,) for branch in BRANCHES.values()]),
+    st.tuples(st.sampled_from(["mamba", "attn"]), st.sampled_from(["mlp", "moe"])))
+
+
+@given(st.lists(LAYERS, max_size=12))
+def test_a_written_pattern_reads_back(layers):
+    assert read_pattern(write_pattern(layers)) == tuple(layers)
+
+
+@pytest.mark.parametrize("text", ["X", "M M", "(M", "M)", "(M)", "(-M)", "(MM)", "(M-*)", "()", "((M-))", "m-"])
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ValueError, match="makes no sense from layer"):
+        read_pattern(text)
+
+
+def test_a_decoder_without_a_pattern_is_attention_and_feed_forward():
+    plain = dataclasses.replace(DENSE, pattern="(*-)")
+    assert [DENSE.branches(layer) for layer in range(6)] == [plain.branches(layer) for layer in range(6)]
+    first, second = DecoderModel(DENSE, seed=1).state_dict(), DecoderModel(plain, seed=1).state_dict()
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    sparse = dataclasses.replace(DENSE, experts=dataclasses.replace(EXPERTS, first_dense=2))
+    assert [sparse.branches(layer)[1] for layer in range(4)] == ["mlp", "mlp", "moe", "moe"]
+
+
+def test_a_pattern_repeats_over_the_layers():
+    longer = dataclasses.replace(HYBRID, num_layers=8)
+    assert "".join(write_pattern([longer.branches(layer)]) for layer in range(8)) == "M-M*-EM-"
+    assert [longer.count(branch) for branch in ("mamba", "attn", "mlp", "moe")] == [3, 1, 3, 1]
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"pattern": "M-X"}, "pattern 'M-X' makes no sense from layer 2"),
+    ({"pattern": "*-"}, "mamba.num_heads is set, but pattern has no M; experts.count is set, but pattern has no E"),
+    ({"pattern": ""}, "no pattern says which"),
+    ({"mamba": MambaConfig()}, "pattern has M, but mamba.num_heads is 0"),
+    ({"experts": ExpertConfig()}, "pattern has E, but experts.count is 0"),
+    ({"experts": dataclasses.replace(EXPERTS, first_dense=1)}, "first_dense means nothing"),
+    ({"rotary_share": 0.4}, r"rotary_share is 0.4: of head_dim 8"),
+    ({"rotary_share": 1.5}, r"rotary_share is 1.5"),
+])
+def test_illegal_combinations_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(HYBRID, **values)
+
+
+def test_illegal_shapes_of_mamba_are_named_at_once():
+    with pytest.raises(ValueError, match="chunk is 0, must be positive; num_heads 6 is no multiple of groups 4"):
+        MambaConfig(num_heads=6, groups=4, chunk=0)
+
+
+@pytest.mark.parametrize("pattern", ["M-M*-E", "(M-)(*E)", "M", "ME*"])
+def test_sizes_are_those_of_the_parameters(pattern):
+    config = dataclasses.replace(
+        HYBRID, pattern=pattern, mamba=MAMBA if "M" in pattern else MambaConfig(),
+        experts=EXPERTS if "E" in pattern else ExpertConfig())
+    matrices = 0
+    for name, parameter in DecoderModel(config).named_parameters():
+        if name.startswith("layers.") and parameter.dim() > 1 and "conv1d" not in name:
+            share = EXPERTS.per_token / EXPERTS.count if parameter.dim() == 3 else 1.0
+            matrices += round(parameter.numel() * share)
+    assert token_weights(config) == matrices
+
+
+def test_operations_of_a_hybrid_are_counted():
+    alone = dataclasses.replace(HYBRID, pattern="M", experts=ExpertConfig(), num_layers=2)
+    per_token = 2 * (2 * 16 * (3 * 32 + 2 * 2 * 6 + 4) + 4 * 4 * 8 * 6)  # matrices; state of 4 heads of 8 x 6
+    assert model_flops(alone, [5, 1], head=False) == 3 * per_token * 6
+
+
+def test_stages_are_those_of_the_pattern():
+    names = [stage.name for stage in named_stages(HYBRID)]
+    assert names == ["embed", "mamba", "mlp", "attn", "moe_router", "moe_preprocess", "moe_dispatch", "moe_experts",
+                     "moe_combine", "head"]
+    assert parts_without(HYBRID, 3, ["mamba"]) == [2] and parts_without(HYBRID, 3, ["attn"]) == [0, 2]
+    whole = [stage.layer for stage in DecoderModel(HYBRID).stages() if stage.name == "mamba"]
+    assert whole == [0, 2]
+
+
+def test_tensor_parallelism_is_refused_with_the_reason():
+    (problem,) = tensor_problems(HYBRID, 2)
+    assert "not with model.pattern 'M-M*-E'" in problem
