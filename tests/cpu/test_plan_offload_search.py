@@ -20,11 +20,15 @@ NEAR = 1e-5
 
 def every_plan(trace: OffloadTrace, speed: CopySpeed) -> list[OffloadPlan]:
     """All legal plans, with their figures."""
+    place, late = trace.backward_place, trace.backward_order
     found = []
     for moves in product((False, True), repeat=len(trace.groups)):
         starts = [trace.backward_order[:trace.backward_place[index] + 1] if moved else (KEPT,)
                   for index, moved in enumerate(moves)]
         for reload_at in product(*starts):
+            queued = [place[reload_at[index]] for index in late if moves[index]]
+            if queued != sorted(queued):
+                continue
             found += [predicted(trace, speed, OffloadPlan(moves, reload_at, in_flight))
                       for in_flight in range(max(sum(moves), 1))]
     return found
@@ -50,12 +54,12 @@ def test_small_cases_have_the_best_of_all_plans(trace: OffloadTrace, speed: Copy
 
 @pytest.mark.parametrize("order", [(40, 30, 20, 10, 0), (10, 40, 0, 20, 30)])
 def test_five_groups_have_the_best_of_all_plans(order: tuple[int, ...]) -> None:
-    """Reloads that overtake one another and backwards in another order included."""
+    """Backwards in another order included."""
     trace = make_trace([9, 4, 7, 5, 6], [3.0, 5.0, 4.0, 2.0, 6.0])
     groups = tuple(replace(group, backward_us=float(start)) for group, start in zip(trace.groups, order))
     trace, speed = replace(trace, groups=groups, backward_us=50.0), CopySpeed(1.2, 0.5, 0.5)
     plans = every_plan(trace, speed)
-    assert len(plans) > 2000
+    assert len(plans) > 500
     waits = []
     for budget in range(13, 32, 3):
         fitting = [plan.exposed_us for plan in plans if plan.peak_bytes <= budget]

@@ -46,11 +46,14 @@ def test_other_microbatches_hold_what_is_kept() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn, trace: OffloadTrace) -> OffloadPlan:
-    """Any legal plan, reloads out of order included."""
-    count = len(trace.groups)
+    """Any legal plan."""
+    count, least = len(trace.groups), 0
     moves = draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    reload_at = [trace.backward_order[draw(st.integers(0, trace.backward_place[index]))] if moved else KEPT
-                 for index, moved in enumerate(moves)]
+    reload_at = [KEPT] * count
+    for place, index in enumerate(trace.backward_order):
+        if moves[index]:
+            least = draw(st.integers(least, place))
+            reload_at[index] = trace.backward_order[least]
     return OffloadPlan(tuple(moves), tuple(reload_at), draw(st.integers(0, 4)))
 
 
@@ -142,5 +145,7 @@ def test_impossible_traces_and_plans_are_refused_with_all_reasons() -> None:
     with pytest.raises(ValueError, match=r"(?s)in_flight is -1.*group 1 .*does not move.*group 2 .*no group -1.*"
                                          r"group 3 .*comes after its own"):
         simulate_offload(FOUR, SPEED, wrong)
+    overtaking = OffloadPlan((True, False, True, False), (3, KEPT, 2, KEPT), 1)
+    assert plan_errors(FOUR, overtaking) == ["group 0 is reloaded before group 2, which is needed earlier"]
     with pytest.raises(ValueError, match="4 groups, the plan 1 moves and 0 reloads"):
         simulate_offload(FOUR, SPEED, OffloadPlan((True,), (), 1))

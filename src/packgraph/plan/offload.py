@@ -16,10 +16,13 @@ The rules that engine and plan agree on (`plan/offload_simulate.py` is the speci
 * Start of group j's backward: memory of the group before it in backward order is given back; then the reloads of all
   groups i with `reload_at[i] == j` get their memory and are queued, those needed first at first; then, if j was moved,
   compute waits for its reload. A reload waits for its group's copy to the host, whatever the plan is.
-* Copies of a direction run one after another, in the order in which they were queued.
+* Copies of a direction run one after another, in the order in which they were queued; reloads are queued in the order
+  in which backwards need them. (A small group that overtakes a large one for which there is no room yet could gain a
+  little, and nobody could say any more which reloads are the best.)
 """
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 KEPT = -1  # reload_at of a group that does not move
 
@@ -178,4 +181,7 @@ def plan_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
             errors.append(f"{told} moves, and there is no group {at} at whose backward it could be reloaded")
         elif moves and place[at] > place[index]:
             errors.append(f"{told} is reloaded at the backward of group {at}, which comes after its own")
+    moved = [index for index in trace.backward_order if plan.moves[index] and plan.reload_at[index] in place]
+    errors += [f"group {two} is reloaded before group {one}, which is needed earlier" for one, two in pairwise(moved)
+               if place[plan.reload_at[two]] < place[plan.reload_at[one]]]
     return errors

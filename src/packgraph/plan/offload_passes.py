@@ -1,10 +1,10 @@
 """The figures of many plans of one trace, fast: twins of `plan/offload_simulate.py` that keep no record of events.
 
 Forward and backward are judged apart, since all copies to the host end with the forward. Where reloads start is not
-searched for: each is queued as early as a limit on memory allows, in the order in which backwards need them. That is
-best. Memory is a matter of the program's order, not of times; a reload that is queued earlier ends no later, and so do
-those behind it; and the memory that it takes is missed by nobody, for those needed before it have theirs already.
-(Tests compare with all other legal choices.)
+searched for: each is queued as early as a limit on memory allows. That is best. Memory is a matter of the program's
+order, not of times; a reload that is queued earlier ends no later, and so do those behind it; and its memory is missed
+by nobody, since those needed before it have theirs already, and those behind it come after it anyway. (Tests compare
+with all other legal choices.)
 
 So with a higher limit no reload starts later, and the time lost can only fall.
 """

@@ -1,0 +1,77 @@
+"""Offloading by hand: the classic knobs instead of a budget.
+
+    groups of a forward    0 1 2 3 4 5 6 7 8 9        group 3 is smaller than min_bytes
+    margin 2                               x x        needed first by the backward: no time to reload them
+    delta, rank 1                        x            later ranks have fewer microbatches in flight
+    fraction 0.5                   x x x              of the 6 that are left the last ones stay
+    moved                  0 1 2                      half of them, rounded up
+
+After Megatron-Core's fine-grained activation offloading, whose delta keeps the first groups of a forward; here it keeps
+those that are needed first, which are the harder ones to reload.
+"""
+import math
+from dataclasses import dataclass
+
+from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload_passes import Moves, Passes
+from packgraph.plan.offload_simulate import predicted
+
+NEAR = 1e-9  # 0.7 of 10 groups are 7, whatever floats say
+
+
+@dataclass(frozen=True)
+class OffloadKnobs:
+    """What is set by hand. Raises ValueError with all reasons when it makes no sense.
+
+    fraction: of the groups that may move, 0 to 1; those first in the forward move. min_bytes: smaller groups stay.
+    margin: so many groups stay that the backward needs first; None = the last one of each module.
+    delta_bytes_per_pp_rank: this many bytes more stay on each later rank of a pipeline. in_flight: copies to the host
+    at one time.
+    """
+
+    fraction: float = 1.0
+    min_bytes: int = 2**20
+    margin: int | None = None
+    delta_bytes_per_pp_rank: int = 0
+    in_flight: int = 2
+
+    def __post_init__(self) -> None:
+        errors = [f"{name} must be at least 0, got {value}" for name, value in (
+            ("min_bytes", self.min_bytes), ("margin", 0 if self.margin is None else self.margin),
+            ("delta_bytes_per_pp_rank", self.delta_bytes_per_pp_rank), ("in_flight", self.in_flight)) if value < 0]
+        if not 0 <= self.fraction <= 1:
+            errors.append(f"fraction must be 0 to 1, got {self.fraction}")
+        if errors:
+            raise ValueError("offloading by hand: " + "; ".join(errors))
+
+
+def knob_moves(trace: OffloadTrace, knobs: OffloadKnobs, pp_rank: int = 0) -> Moves:
+    """The groups that move. For a search within them (`movable` of `plan_for_bytes`), too."""
+    left = [index for index in trace.backward_order
+            if trace.groups[index].bytes >= max(knobs.min_bytes, 1)]  # needed first at first
+    stay: set[int] = set()
+    if knobs.margin is None:
+        seen: set[str] = set()
+        for index in sorted(left, reverse=True):
+            if trace.groups[index].name not in seen:
+                seen.add(trace.groups[index].name)
+                stay.add(index)
+    else:
+        stay.update(left[:knobs.margin])
+    kept = pp_rank * knobs.delta_bytes_per_pp_rank
+    for index in left:
+        if kept > 0 and index not in stay:
+            stay.add(index)
+            kept -= trace.groups[index].bytes
+    left = sorted(set(left) - stay)
+    moved = set(left[:math.ceil(len(left) * knobs.fraction - NEAR)])
+    return tuple(index in moved for index in range(len(trace.groups)))
+
+
+def plan_by_knobs(trace: OffloadTrace, speed: CopySpeed, knobs: OffloadKnobs, pp_rank: int = 0) -> OffloadPlan:
+    """The plan that the knobs mean. Reloads start as early as they can without a higher peak than the forward has."""
+    moves, passes = knob_moves(trace, knobs, pp_rank), Passes(trace, speed)
+    forward = passes.forward(moves, knobs.in_flight)
+    backward = passes.backward(moves, forward.kept_bytes, forward.peak_bytes)
+    assert backward is not None, "no limit on waiting was given"
+    return predicted(trace, speed, OffloadPlan(moves, backward.reload_at, knobs.in_flight))

@@ -1,0 +1,141 @@
+"""Offloading by hand and its files: knobs, sets of modules that are refused, traces as JSON."""
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from offloadtraces import decoder_trace, make_trace, small_traces, speeds
+
+from packgraph.plan.offload import KEPT, CopySpeed, OffloadTrace, plan_errors
+from packgraph.plan.offload_json import from_json, to_json
+from packgraph.plan.offload_knobs import OffloadKnobs, knob_moves, plan_by_knobs
+from packgraph.plan.offload_rules import MODULES, why_not
+from packgraph.plan.offload_simulate import simulate_offload
+from packgraph.plan.regions import MOE_STAGES, Run, cut_runs
+from packgraph.plan.stages import Stage
+
+TEN = make_trace([10, 10, 10, 1, 10, 10, 10, 10, 10, 10], [10.0] * 10)
+
+
+def moved(trace: OffloadTrace, pp_rank: int = 0, **knobs) -> list[int]:
+    return [index for index, moves in enumerate(knob_moves(trace, OffloadKnobs(**knobs), pp_rank)) if moves]
+
+
+def test_the_picture_of_the_module_comes_true() -> None:
+    assert moved(TEN, 1, fraction=0.5, min_bytes=2, margin=2, delta_bytes_per_pp_rank=10) == [0, 1, 2]
+    assert moved(TEN, 0, fraction=0.5, min_bytes=2, margin=2, delta_bytes_per_pp_rank=10) == [0, 1, 2, 4]
+    assert moved(TEN, 2, min_bytes=2, margin=0, delta_bytes_per_pp_rank=15) == [0, 1, 2, 4, 5, 6]
+
+
+def test_the_usual_margin_is_the_last_group_of_each_module() -> None:
+    trace = decoder_trace(3)
+    assert moved(trace) == list(range(12))
+    assert moved(trace, margin=0) == list(range(18)) and moved(trace, fraction=0.0) == []
+    ten = make_trace([2**20] * 10, [1.0] * 10)
+    assert len(moved(ten, margin=0, fraction=0.7)) == 7
+
+
+@given(small_traces(), speeds(), st.floats(0, 1), st.integers(0, 20), st.sampled_from([None, 0, 1, 3]),
+       st.integers(0, 30), st.integers(0, 3), st.integers(0, 3))
+def test_knobs_make_legal_plans(trace: OffloadTrace, speed: CopySpeed, fraction: float, min_bytes: int,
+                                margin: int | None, delta: int, in_flight: int, pp_rank: int) -> None:
+    knobs = OffloadKnobs(fraction, min_bytes, margin, delta, in_flight)
+    plan = plan_by_knobs(trace, speed, knobs, pp_rank)
+    assert plan_errors(trace, plan) == [] and plan.in_flight == in_flight
+    assert plan.peak_bytes == simulate_offload(trace, speed, plan).peak_bytes
+    assert all(group.bytes >= max(min_bytes, 1) for group, moves in zip(trace.groups, plan.moves) if moves)
+    later = plan_by_knobs(trace, speed, knobs, pp_rank + 1)
+    assert sum(later.moves) <= sum(plan.moves), "later ranks move less"
+    if margin and plan.moves:
+        assert sum(plan.moves) <= max(len(plan.moves) - margin, 0)
+
+
+def test_reloads_take_no_memory_that_the_forward_did_not() -> None:
+    plan = plan_by_knobs(decoder_trace(8, 2), CopySpeed(), OffloadKnobs(fraction=0.4))
+    first = next(index for index in reversed(range(48)) if plan.moves[index])
+    assert plan.reload_at[first] > first + 6 and plan.reload_at[-1] == KEPT
+    assert plan.peak_bytes <= plan.kept_peak_bytes - plan.host_bytes + 3 * 7 * 2**26
+
+
+def test_knobs_that_make_no_sense_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"min_bytes must be at least 0, got -1; margin .* -2; delta.* -3; in_flight .*"
+                                         r" -4; fraction must be 0 to 1, got 1.5"):
+        OffloadKnobs(1.5, -1, -2, -3, -4)
+
+
+DENSE = [Stage("embed", -1, dict)] + [Stage(name, layer, dict) for layer in range(3) for name in ("attn", "mlp")]
+EXPERTS = DENSE[:3] + [Stage(name, layer, dict) for layer in (1, 2) for name in ("attn", *MOE_STAGES)]
+EAGER = (Run(0, len(DENSE), False),)
+
+
+def test_all_modules_go_with_eager_and_with_chunk_graphs() -> None:
+    dense = [name for name in MODULES if name not in ("expert_fc1", "moe_act")]
+    assert why_not(dense, DENSE, EAGER) == why_not(dense, DENSE, cut_runs(DENSE, None, "chunk")) == []
+    assert why_not(MODULES, EXPERTS, cut_runs(EXPERTS, None, "chunk")) == []
+    assert why_not(MODULES, EXPERTS, (Run(0, len(EXPERTS), False),)) == [] == why_not((), DENSE, EAGER)
+    # Without the embedding in it a chunk's first norm reads what comes in; the others read what the chunk makes.
+    assert why_not(["attn_norm"], DENSE, cut_runs(DENSE, ["attn", "mlp"], "chunk")) == [
+        "attn_norm saves a hidden state that a region takes in or hands on (layers 0), in memory that its slot owns "
+        "anyway: leave it out, capture the stages around it together (granularity chunk), or none of them"]
+    assert why_not(["attn_norm"], DENSE[1:], cut_runs(DENSE[1:], ["attn", "mlp"], "chunk")) == []
+
+
+@pytest.mark.parametrize(("modules", "stages", "scope", "granularity", "layers"), [
+    ("attn_norm", DENSE, None, "layer", "0, 1, 2"),
+    ("mlp_norm", DENSE, None, "layer", ""),
+    ("mlp_norm", DENSE, ["attn"], "chunk", "0, 1, 2"),
+    ("mlp_norm", DENSE, ["mlp"], "chunk", "0, 1, 2"),
+    ("mlp_norm", EXPERTS, ["attn", "mlp", "moe_router"], "chunk", "1, 2"),
+    ("mlp_norm", EXPERTS, ["attn", "mlp", "moe"], "layer", ""),
+    ("mlp_norm", EXPERTS, ["moe_experts"], "layer", ""),
+    ("attn_norm", EXPERTS, ["moe_experts"], "layer", ""),
+    ("core_attn", EXPERTS, ["attn"], "layer", ""),
+])
+def test_norms_between_regions_free_nothing(modules: str, stages: list[Stage], scope: list[str] | None,
+                                            granularity: str, layers: str) -> None:
+    reasons = why_not([modules], stages, cut_runs(stages, scope, granularity))
+    assert len(reasons) == bool(layers) and all(f"(layers {layers})" in reason for reason in reasons)
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    reasons = why_not(["attn_proj", "mlp_act", "moe_act", "core_atn", "x"], EXPERTS,
+                      cut_runs(EXPERTS, None, "chunk"), recomputed=["mlp_act", "moe_experts"], stashed=True)
+    said = ["there is no module 'core_atn': did you mean 'core_attn'", "there is no module 'x', only attn_norm, ",
+            "attn_proj needs core_attn", "mlp_act is computed again .*recomputation of mlp_act",
+            "moe_act is computed again .*recomputation of moe_experts", "moe_act is in the stash"]
+    assert len(reasons) == len(said)
+    for reason, pattern in zip(reasons, said):
+        assert re.match(pattern, reason)
+    assert "part of moe_experts, and the model has only the stages attn, embed, mlp" in why_not(
+        ["expert_fc1"], DENSE, EAGER)[0]
+    assert why_not("core_attn", DENSE, EAGER) == ["modules is a collection of names, not the string 'core_attn': "
+                                                  "write ['core_attn']"]
+
+
+@given(small_traces(), st.one_of(st.none(), speeds()), st.floats(0, 1))
+def test_traces_survive_their_files(trace: OffloadTrace, speed: CopySpeed | None, part: float) -> None:
+    trace = replace(trace, forward_us=trace.forward_us + part)
+    text = to_json(trace, speed)
+    assert from_json(text) == (trace, speed)
+    assert len(text.splitlines()) == 3 + max(len(trace.groups), 1)
+
+
+def test_files_with_mistakes_are_refused_with_all_of_them() -> None:
+    good = json.loads(to_json(TEN, CopySpeed()))
+    bad = json.loads(to_json(TEN, CopySpeed()))
+    bad["speed"]["rate"] = 1
+    bad["trace"]["slots"] = 1.5
+    bad["trace"]["groups"][2]["bytes"] = True
+    del bad["trace"]["groups"][3]["name"]
+    bad["trace"]["groups"][4] = 7
+    with pytest.raises(ValueError, match=r"(?s)speed has a field 'rate'.*bytes of group 2 must be a whole number, not "
+                                         r"True.*group 3 has no name.*group 4 must be an object, not 7.*"
+                                         r"slots of trace must be a whole number, not 1.5"):
+        from_json(json.dumps(bad))
+    for text, said in (("{", "is no JSON"), ("[]", "not 'list'"), ('{"format": "x"}', "not 'x'"),
+                       (json.dumps(good | {"trace": 3}), "groups must be a list"),
+                       (json.dumps(good | {"trace": good["trace"] | {"slots": 0}}), "slots is 0")):
+        with pytest.raises(ValueError, match=said):
+            from_json(text)
