@@ -2,20 +2,21 @@
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from contextkit import Source, Tokens
 from distkit import CPU, run_ranks
 from rich.console import Console
 from trainkit import tiny
 
+from packgraph.diagnose.matrix import dynamic_config, switching_steps
+from packgraph.diagnose.ranks import verify_ranks
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.document import Document
 from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train.data import DataConfig, PlannedSteps
-from packgraph.train.data.source import SourceDocument
 from packgraph.train.dynamic_context import context_request
+from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.signals import StopRequest
@@ -27,38 +28,6 @@ TOKENS = 16  # of a rank
 STEPS = 5  # two of warm-up
 CP2, CP4 = Layout(dp=1, cp=2), Layout(dp=1, cp=4)
 CP2_DP2, CP2_PP2, CP2_TP2 = Layout(dp=2, cp=2), Layout(dp=1, cp=2, pp=2), Layout(dp=1, cp=2, tp=2)
-
-
-class Source:
-    """Documents of heavy-tailed lengths: number n depends on n alone. One fills the largest row to its last token."""
-
-    def __init__(self, longest, count=400):
-        draw = np.random.default_rng(longest)
-        self.lengths = np.minimum(longest, np.maximum(2, draw.lognormal(2.0, 1.2, count).astype(int)))
-        self.lengths[7], self.lengths[8:20] = longest, 2
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        return SourceDocument(f"document {index}", text=str(index))
-
-    def fingerprint(self):
-        return "lengths"
-
-
-class Tokens:
-    """Reads the numbers that `Source` gives as documents."""
-
-    fingerprint, vocab_size = "numbers", 32
-
-    def __init__(self, source):
-        self.source = source
-
-    def encode(self, document):
-        index = int(document.text)
-        tokens = np.random.default_rng(index).integers(32, size=self.source.lengths[index])
-        return [Document(tokens)]
 
 
 def config(layout, steps=STEPS, *, dropout=0.0, waves=3, model=None, dynamic=True, **graph):
@@ -106,7 +75,8 @@ def equal(left, right):
 
 
 @pytest.mark.parametrize(("layout", "granularities"), [
-    (CP4, ("chunk",)), (CP2_PP2, ("layer",)),
+    (CP2, ("chunk",)),
+    pytest.param(CP4, ("chunk",), marks=pytest.mark.slow), pytest.param(CP2_PP2, ("layer",), marks=pytest.mark.slow),
     pytest.param(CP2_DP2, ("layer", "chunk"), marks=pytest.mark.slow),
     pytest.param(CP2_TP2, ("chunk",), marks=pytest.mark.slow)], ids=str)
 def test_graphs_equal_eager_bitwise(layout, granularities, tmp_path):
@@ -117,3 +87,41 @@ def test_graphs_equal_eager_bitwise(layout, granularities, tmp_path):
         equal(eager[0], graphs[0][0])
         for _, totals in graphs:
             assert totals["replayed"] >= (STEPS - 2) * 3 and set(totals["fallbacks"]) <= {"warm-up"}
+
+
+def verified(mesh, settings, layout):
+    opened = (lambda: switching_steps(layout)) if layout is not None else lambda: stream(settings, mesh.world)
+    return verify_ranks("dynamic", settings, opened, CPU, mesh, one_process=settings.run.steps > 4)
+
+
+@pytest.mark.parametrize(("layout", "granularity", "steps"), [
+    (CP4, "chunk", 4), pytest.param(CP2_PP2, "chunk", 5, marks=pytest.mark.slow),
+    pytest.param(CP4, "layer", 5, marks=pytest.mark.slow), pytest.param(CP2_TP2, "chunk", 5, marks=pytest.mark.slow),
+    pytest.param(CP2_TP2, "layer", 5, marks=pytest.mark.slow), pytest.param(CP2_PP2, "layer", 5, marks=pytest.mark.slow),
+    pytest.param(CP2_DP2, "layer", 5, marks=pytest.mark.slow)], ids=str)
+def test_another_number_of_ranks_in_every_microbatch_is_verified(layout, granularity, steps):
+    """Bitwise against eager on every rank, and one process within rounding; see SwitchingSteps for what it runs."""
+    settings = dynamic_config(layout, granularity, steps)
+    settings = dataclasses.replace(settings, graph=dataclasses.replace(settings.graph, strict=True))
+    reports = run_ranks(verified, 4, settings, layout, layout=settings.parallel.layout(), seconds=120.0)
+    assert all(report.good for report in reports), reports[0]
+    assert not reports[0].silent_ranks()
+    assert all(set(rank.fallbacks) <= {"warm-up"} for rank in reports[0].ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [CP2, CP2_DP2], ids=str)
+def test_planned_runs_learn_what_one_process_learns(layout):
+    settings = config(layout, dropout=0.1)
+    world = layout.dp * layout.cp
+    reports = run_ranks(verified, world, settings, None, layout=settings.parallel.layout(), seconds=120.0)
+    assert all(report.good for report in reports), reports[0]
+
+
+def test_a_run_goes_on_bitwise_from_a_checkpoint_between_plans(tmp_path):
+    whole = ranks(CP2, tmp_path / "whole", config(CP2, 6, enabled=False))[0][0]
+    folder = tmp_path / "parts"
+    ranks(CP2, folder, config(CP2, 3, enabled=False))
+    equal(ranks(CP2, folder, config(CP2, 6, enabled=False), True)[0][0], whole)
+    rows = [read_metrics(one / METRICS) for one in (folder, tmp_path / "whole")]
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]

@@ -3,16 +3,19 @@
 Granularity layer and chunk, dropout off and on; the same with latent attention and experts, and a choice of scopes of
 these; in each case three capacities, microbatch counts that change from step to step, and steps whose forwards all run
 before their backwards. Over several processes: every layout that they can take and granularity layer and chunk, with
-dropout; layouts in which replicas share experts with the model that has some, and layouts in which ranks share rows.
+dropout; layouts in which replicas share experts with the model that has some, and layouts in which ranks share rows:
+always, and in groups whose size changes with every microbatch.
 """
 import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from packgraph.diagnose.ranks import RanksReport, verify_ranks
+from packgraph.diagnose.switching import SwitchingSteps
 from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.models.decoder import DecoderConfig
 from packgraph.models.expert_config import ExpertConfig
@@ -20,7 +23,7 @@ from packgraph.models.latent_config import LatentConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.mesh import Layout, make_mesh
+from packgraph.parallel.mesh import Layout, context_sizes, make_mesh
 from packgraph.train.disagreements import disagreements
 from packgraph.train.options import (
     GraphConfig,
@@ -125,6 +128,20 @@ def layouts_of(world: int) -> list[Layout]:
     return [layout for layout in every if not disagreements(config_for(layout, "layer", 30), "cpu", world=world)]
 
 
+def dynamic_config(layout: Layout, granularity: str, steps: int) -> TrainConfig:
+    """`config_for` of a layout whose ranks share rows, where up to all of them do so, with two numbers of places."""
+    config = config_for(layout, granularity, steps)
+    capacities = tuple(Capacity(CAPACITIES[0].tokens * layout.cp, places) for places in (4, 12))
+    return replace(config, parallel=replace(config.parallel, dynamic_cp=True),
+                   graph=replace(config.graph, capacities=capacities))
+
+
+def switching_steps(layout: Layout) -> SwitchingSteps:
+    """The steps of such a run."""
+    return SwitchingSteps((layout.dp or 1) * layout.cp, CAPACITIES[0].tokens, context_sizes(layout.cp), (4, 12),
+                          VOCABULARY)
+
+
 def ranks_matrix(device: torch.device, steps: int, world: int, *, one_process: bool = True) -> Iterator[RanksReport]:
     """Verify every layout of `world` connected processes, at granularity layer and chunk; collective."""
     for layout, granularity in itertools.product(layouts_of(world), ("layer", "chunk")):
@@ -136,3 +153,7 @@ def ranks_matrix(device: torch.device, steps: int, world: int, *, one_process: b
                  "dropout 0.1")
         yield verify_ranks(title, config, lambda: random_packs(seed=1), device, make_mesh(layout, device),
                            one_process=one_process, budget=budget_over(layout.dp or 1))
+        if layout.cp > 1:
+            config = dynamic_config(layout, granularity, steps)
+            yield verify_ranks(f"dynamic {title}", config, partial(switching_steps, layout), device,
+                               make_mesh(config.parallel.layout(), device), one_process=one_process)

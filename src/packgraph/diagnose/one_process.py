@@ -13,7 +13,7 @@ but for rounding may go to another one. Hence the comparison goes step by step:
 The invariant: by induction over the steps, a report within its limits means that losses, gradients, weights and
 optimizer state of the run are those of one process, up to rounding of a single step.
 """
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,7 +27,7 @@ from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import AXES, Mesh
 from packgraph.parallel.processes import on_first
 from packgraph.train.options import ParallelConfig, TrainConfig
-from packgraph.train.step import take_step
+from packgraph.train.step import Packs, take_step
 
 FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
     "first weights", "loss", "gradient norm", "gradients", "parameters", "copies of parameters", "optimizer state")
@@ -97,7 +97,7 @@ def relative_distance(found: Tensor, expected: Tensor, smallest: float = 0.0) ->
     return difference / scale if scale else float("inf")
 
 
-def compare_with_one_process(config: TrainConfig, packs: Iterator[PackedBatch], device: torch.device, mesh: Mesh,
+def compare_with_one_process(config: TrainConfig, packs: Packs, device: torch.device, mesh: Mesh,
                              budget: Callable[[int], int] | None = None) -> OneProcessReport:
     """Compare `config.run.steps` steps of the run over `mesh` with one process, on rank 0, without dropout.
 

@@ -3,7 +3,7 @@
 Every rank compares what it holds itself (`verify.py`), rank 0 also compares the run with one process
 (`one_process.py`). The invariant: what one rank finds all of them know, so all end with the same verdict.
 """
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from packgraph.diagnose.compare import Difference
 from packgraph.diagnose.one_process import OneProcessReport, compare_with_one_process
 from packgraph.diagnose.verify import RANKS_KINDS, VerifyReport, verify
-from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
+from packgraph.train.step import Packs
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RanksReport:
         return [rank for rank, report in enumerate(self.ranks) if not report.replayed]
 
 
-def verify_ranks(title: str, config: TrainConfig, open_packs: Callable[[], Iterator[PackedBatch]],
+def verify_ranks(title: str, config: TrainConfig, open_packs: Callable[[], Packs],
                  device: torch.device, mesh: Mesh, *, one_process: bool = True,
                  budget: Callable[[int], int] | None = None) -> RanksReport:
     """Compare `config.run.steps` steps; collective, every rank returns the same report.

@@ -11,7 +11,7 @@ without differences and with replays means that every step agreed in every bit.
 Of several processes each makes both runs and compares what it holds itself: its share of the loss, the gradients that
 its own microbatches have added up, its parts of the parameters. What ranks send each other is in both runs.
 """
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +23,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.collect import parts_of
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
-from packgraph.train.step import take_step
+from packgraph.train.step import Packs, take_step
 
 LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM = "loss", "gradients", "summed gradients", "parameters", "random states"
 KINDS = (LOSS, GRADIENTS, PARAMETERS, RANDOM)
@@ -61,7 +61,7 @@ def some_in_flight(step: int) -> bool:
     return step % 3 == 2
 
 
-def verify(title: str, config: TrainConfig, packs: Iterator[PackedBatch], device: torch.device, *,
+def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, *,
            mesh: Mesh | None = None, in_flight: Callable[[int], bool] = some_in_flight,
            budget: Callable[[int], int] | None = None) -> VerifyReport:
     """Compare `config.run.steps` steps of eager and graph training on the packs of `packs` (on the host).

@@ -31,7 +31,10 @@ class StepSource(Protocol):
         ...
 
 
-def take_step(packs: Iterator[PackedBatch] | StepSource, tokens_per_step: int) -> list[PackedBatch]:
+Packs = Iterator[PackedBatch] | StepSource
+
+
+def take_step(packs: Packs, tokens_per_step: int) -> list[PackedBatch]:
     """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends); a step as it is planned."""
     if isinstance(packs, StepSource):
         return packs.next_step()
