@@ -25,7 +25,7 @@ from packgraph.bench.rows import facts
 from packgraph.moe.activation import activation, activation_backward
 from packgraph.moe.dispatch import LocalDispatcher, Routing
 from packgraph.moe.experts import Experts, naive_experts
-from packgraph.moe.grouped import grouped_mm, matrices_gradient, product
+from packgraph.moe.grouped import add_matrices_gradient, grouped_mm, matrices_gradient, product
 from packgraph.moe.rows import combine_rows, gather_pairs, gather_rows, plan_rows
 from packgraph.moe.rows_naive import naive_plan_rows
 
@@ -230,6 +230,7 @@ def time_pieces(session: Session, shape: Shape, tokens: int, padding: float) -> 
     of_y = gather_rows(grad, plan)
     of_act = product(of_y, down, offsets, False)
     of_h, of_weights, _ = activation_backward(of_act, h, weights, offsets)
+    gate_up_total, down_total = torch.zeros_like(gate_up), torch.zeros_like(down)
     row, size = x[:1].nbytes, x.element_size()
     up, second = 4 * used * hidden * width, 2 * used * hidden * width  # operations
     pieces: dict[str, tuple[Callable[[], object], int, int]] = {  # work, operations, bytes
@@ -246,6 +247,8 @@ def time_pieces(session: Session, shape: Shape, tokens: int, padding: float) -> 
         "grouped_down_of_matrices": (lambda: matrices_gradient(of_y, act, offsets, True), second, 0),
         "grouped_up_of_rows": (lambda: product(of_h, gate_up, offsets, False), up, 0),
         "grouped_up_of_matrices": (lambda: matrices_gradient(of_h, values, offsets, True), up, 0),
+        "grouped_down_added": (lambda: add_matrices_gradient(down_total, of_y, act, offsets, True), second, 0),
+        "grouped_up_added": (lambda: add_matrices_gradient(gate_up_total, of_h, values, offsets, True), up, 0),
         "gather_backward": (lambda: combine_rows(of_h[:, :hidden], plan), 0, (tokens + used) * row),
         "weights_backward": (lambda: torch.ops.packgraph.pick(of_weights, plan.row_of_pair.reshape(-1),
                                                               plan.pair_of_row), 0, 0)}

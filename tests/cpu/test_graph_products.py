@@ -6,6 +6,7 @@ from torch import nn
 import packgraph
 from packgraph.graphs.opaque import CompiledCode
 from packgraph.graphs.products import AddingCode, Product, take_products
+from packgraph.moe.experts import Experts
 from packgraph.plan.stages import Stage, run_stages
 
 TRACED = "aot_eager"
@@ -177,3 +178,32 @@ def test_a_total_has_memory_of_its_own():
     assert total.shape == weight.shape and total.data_ptr() != weight.data_ptr(), "writes to it are not to the weight"
     gradients = backward(weight, x.fill_(2), tangent.fill_(3), total.fill_(4))
     assert gradients[0] is None and torch.equal(total, torch.full((3, 2), 34.0))
+
+
+class Grouped(Chain):
+    """Experts, each with its own rows: their gradients are stacks of products. used: how often."""
+
+    def __init__(self, used: int = 1) -> None:
+        super().__init__()
+        self.experts = Experts(3, 8, 16)
+        self.used = used
+        self.register_buffer("offsets", torch.tensor([2, 2, 5], dtype=torch.int32))
+
+    def stages(self):
+        def run(state):
+            x = state["x"].repeat_interleave(2, 1)[:, :8]
+            for _ in range(self.used):
+                x = x + self.experts(x, x[:, 0].sigmoid(), self.offsets)
+            return {"x": x[:, :6]}
+
+        return [*super().stages(), Stage("moe_experts", 3, run)]
+
+
+@pytest.mark.parametrize(("used", "products"), [(1, 5), (2, 3)])
+def test_stacks_of_products_are_added_in_place_unless_there_are_two_of_them(added, used, products):
+    eager = gradients(graphed(Grouped(used)), "compare")
+    assert added.count(True) == 3 * products
+    module = graphed(Grouped(used))
+    assert same(eager, gradients(module)) and module.stats.replayed == 2
+    for ours, theirs in zip(eager, gradients(Grouped(used)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

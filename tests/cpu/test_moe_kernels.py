@@ -83,6 +83,24 @@ def test_activation_equals_the_operations(ends, width, dtype):
     assert not found[2][used:].any()
 
 
+@inside
+@pytest.mark.parametrize("ends", [(0, 70, 70, 200), (64, 128, 192, 192), (0, 0, 0, 0), (1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize(("of_left", "of_right"), [(40, 24), (130, 300)])
+def test_products_are_added_to_what_is_there(ends, of_left, of_right):
+    from packgraph.moe.grouped_kernel import add_products
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    left, right = torch.randn(210, of_left), torch.randn(210, of_right + 4)[:, :of_right]
+    left[ends[-1]:], right[ends[-1]:] = NAN, NAN
+    before = torch.randn(4, of_left, of_right)
+    total = before.clone()
+    add_products(total, left, right, offsets)
+    for expert, (start, end) in enumerate(zip((0, *ends), ends)):
+        expected = before[expert] + left[start:end].mT @ right[start:end]
+        torch.testing.assert_close(total[expert], expected, rtol=1e-5, atol=1e-4)
+        assert start < end or torch.equal(total[expert], before[expert])
+
+
+
 @pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
 def test_in_the_interpreter():
     assert importlib.util.find_spec("triton") is not None

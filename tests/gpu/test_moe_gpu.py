@@ -5,7 +5,7 @@ from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, t
 
 from packgraph.graphs.graphed import graph
 from packgraph.moe.activation import activation, activation_backward
-from packgraph.moe.grouped import grouped_mm, grouped_problems, naive_grouped_mm
+from packgraph.moe.grouped import add_matrices_gradient, grouped_mm, grouped_problems, naive_grouped_mm
 from packgraph.moe.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 from packgraph.moe.rows_naive import naive_plan_rows
 
@@ -145,6 +145,25 @@ def test_grouped_product_equals_the_loop(ends, transposed):
     assert not found[2][empty].any()
     assert all(torch.equal(left[:used] if left.shape[0] == 200 else left, right[:used] if right.shape[0] == 200
                            else right) for left, right in zip(found, run(ours, *inputs)))
+
+
+@pytest.mark.parametrize("ends", [(0, 70, 70, 200), (64, 128, 192, 192), (0, 0, 0, 0), (1, 2, 3, 4), (100, 9000)],
+                         ids=str)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_gradients_of_matrices_are_added_to_what_is_there(ends, transposed):
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    grad, a = (torch.randn(ends[-1] + 100, width, device="cuda").to(BF16) for width in (136, 304))
+    grad[ends[-1]:], a[ends[-1]:] = NAN, NAN
+    before = torch.randn(len(ends), *((136, 304) if transposed else (304, 136)), device="cuda").to(BF16)
+    totals = [before.clone() for _ in range(3)]
+    for total in totals:
+        add_matrices_gradient(total, grad, a, offsets, transposed)
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    for expert, (start, end) in enumerate(zip((0, *ends), ends)):
+        left, right = (grad, a) if transposed else (a, grad)
+        expected = before[expert].float() + left[start:end].float().mT @ right[start:end].float()
+        assert start < end or torch.equal(totals[0][expert], before[expert])
+        assert distance(totals[0][expert], expected) < RELATIVE
 
 
 def test_grouped_product_refuses_what_would_wait():

@@ -6,6 +6,7 @@
 In the traced backward of a piece the gradient of a linear layer's weight is one matrix product that nothing else reads.
 It is replaced by an operation that adds the product to memory that comes in: the weight's `.grad`. Which weight that is
 is known from the weight itself, which the backward of a linear layer reads, so that layers go on to share their code.
+The same goes for an operation of this library, `packgraph::name`, that has a sibling `packgraph::add_name(total, ...)`.
 
 The invariant: eager calls, captures and replays add alike. Where adding in place would be wrong (somebody wants the
 gradient itself: `autograd.grad`, a hook, other uses of the weight), the product is added to zeros and handed on.
@@ -57,15 +58,12 @@ def take_products(graph: torch.fx.GraphModule, weights: Container[int]) -> list[
         if number not in weights or weight is None or chain is None or last is None \
                 or not _same_form(node, placeholders[weight]):
             continue
-        product, flipped = chain[-1], (len(chain) - 1) % 2 == 1
+        product = chain[-1]
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"total_{number + 1}")
         last.meta["val"] = torch.empty_like(placeholders[weight].meta["val"])  # with memory of its own
-        left, right = product.all_input_nodes if len(product.all_input_nodes) == 2 else product.all_input_nodes * 2
         with graph.graph.inserting_before(product):
-            if flipped:
-                left, right = (_flip(graph, operand) for operand in (right, left))
-            adding = graph.graph.call_function(torch.ops.packgraph.add_product.default, (last, left, right))
+            adding = _adding_call(graph, product, last, flipped=len(chain) % 2 == 0)
         adding.meta["val"] = None
         outputs[number] = None
         output.args = (tuple(outputs) if isinstance(output.args[0], tuple) else outputs,)
@@ -85,17 +83,40 @@ def _hide(output: torch.fx.Node, taken: set[int]) -> None:
 
 
 def _product_behind(node: Any) -> list[torch.fx.Node] | None:
-    """[node, ..., the matrix product], with transpositions in between, if nothing else reads any of them."""
+    """[node, ..., the product], with transpositions in between, if nothing else reads any of them."""
     chain: list[torch.fx.Node] = []
     while isinstance(node, torch.fx.Node) and node.op == "call_function" and len(node.users) == 1:
         chain.append(node)
         if node.target is aten.mm.default:
             return chain
-        swaps = node.target is aten.t.default or (node.target is aten.permute.default and node.args[1] == [1, 0])
+        if _sibling(node.target) is not None:
+            return chain if len(chain) % 2 == 1 else None  # a stack of matrices is not turned around
+        swaps = node.target is aten.t.default or (
+            node.target is aten.permute.default and list(node.args[1]) in ([1, 0], [0, 2, 1]))  # type: ignore[arg-type]
         if not swaps:
             return None
         node = node.args[0]
     return None
+
+
+def _sibling(target: Any) -> torch._ops.OpOverload | None:
+    """The operation of ours that adds what `target`, one of ours, returns."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "packgraph":
+        return None
+    packet = getattr(torch.ops.packgraph, f"add_{target._schema.name.partition('::')[2]}", None)
+    return None if packet is None else packet.default
+
+
+def _adding_call(graph: torch.fx.GraphModule, product: torch.fx.Node, total: torch.fx.Node, flipped: bool
+                 ) -> torch.fx.Node:
+    """The call that adds `product`, turned around if `flipped`, to `total`."""
+    sibling = _sibling(product.target)
+    if sibling is not None:
+        return graph.graph.call_function(sibling, (total, *product.args), dict(product.kwargs))
+    left, right = product.all_input_nodes if len(product.all_input_nodes) == 2 else product.all_input_nodes * 2
+    if flipped:
+        left, right = (_flip(graph, operand) for operand in (right, left))
+    return graph.graph.call_function(torch.ops.packgraph.add_product.default, (total, left, right))
 
 
 def _same_form(gradient: torch.fx.Node, weight: torch.fx.Node) -> bool:

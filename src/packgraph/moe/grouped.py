@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packgraph.ops.loss import HAS_TRITON
+
 HOPPER = (9, 0)
 ALIGNMENT = 16  # bytes
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,6 +78,26 @@ def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
         return F.grouped_mm(left.mT, right, offs=offsets)
     return torch.stack([torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
                         for inside in _inside(offsets, a.shape[0])])
+
+
+@torch.library.custom_op("packgraph::add_grouped_mm_of_matrices", mutates_args=("total",))
+def add_matrices_gradient(total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> None:
+    """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA in bfloat16.
+
+    There the sum is rounded once, elsewhere the product first. The name is an agreement: graphs/products.py puts
+    `add_name` for `name` where a weight's `.grad` may be added to. With few rows per expert a gradient costs what its
+    memory does, and written, read and added it goes through twice as much.
+    """
+    if HAS_TRITON and total.is_cuda and total.dtype == torch.bfloat16 and total.is_contiguous():
+        from packgraph.moe.grouped_kernel import add_products
+        add_products(total, *((grad, a) if transposed else (a, grad)), offsets)
+    else:
+        total.add_(matrices_gradient(grad, a, offsets, transposed))
+
+
+@add_matrices_gradient.register_fake
+def _adding_shape(total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> None:
+    return None
 
 
 @product.register_fake

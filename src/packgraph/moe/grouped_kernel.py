@@ -1,0 +1,53 @@
+"""total[e] += left[rows of e]^T @ right[rows of e] in one kernel: what `add_matrices_gradient` (moe/grouped.py) means.
+
+One program makes one tile of one expert: it goes over the expert's rows in order, so the sum has a fixed order, and
+reads and writes its tile of `total` once. Programs of experts without rows end at once. Tiles of one expert follow each
+other in groups, so that rows are read from the second-level cache.
+"""
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ROWS, TILE_LEFT, TILE_RIGHT, GROUP = 64, 128, 256, 8
+WARPS, STAGES = 8, 3
+
+
+@triton.jit
+def _add(total, left, right, offsets, of_left, of_right, left_stride, right_stride,  # type: ignore[no-untyped-def]
+         ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, GROUP: tl.constexpr):
+    expert = tl.program_id(1)
+    end = tl.load(offsets + expert)
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    if start < end:
+        high, wide = tl.cdiv(of_left, LEFT), tl.cdiv(of_right, RIGHT)
+        group = tl.program_id(0) // (GROUP * wide)
+        size = min(high - group * GROUP, GROUP)
+        inside = tl.program_id(0) % (GROUP * wide)
+        i = (group * GROUP + inside % size) * LEFT + tl.arange(0, LEFT)
+        j = (inside // size) * RIGHT + tl.arange(0, RIGHT)
+        in_left, in_right = i < of_left, j < of_right
+        row = start.to(tl.int64) + tl.arange(0, ROWS)
+        from_left = left + row[:, None] * left_stride + i[None, :]
+        from_right = right + row[:, None] * right_stride + j[None, :]
+        acc = tl.zeros([LEFT, RIGHT], tl.float32)
+        for first in range(start, end, ROWS):
+            live = (first + tl.arange(0, ROWS)) < end
+            x = tl.load(from_left, mask=live[:, None] & in_left[None, :], other=0.0)
+            y = tl.load(from_right, mask=live[:, None] & in_right[None, :], other=0.0)
+            acc = tl.dot(tl.trans(x), y, acc)
+            from_left += ROWS * left_stride
+            from_right += ROWS * right_stride
+        place = expert.to(tl.int64) * of_left * of_right + i.to(tl.int64)[:, None] * of_right + j[None, :]
+        mask = in_left[:, None] & in_right[None, :]
+        before = tl.load(total + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(total + place, before + acc, mask=mask)
+
+
+def add_products(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
+    """total [E, I, J] += left[rows of e]^T @ right[rows of e]. left: [R, I]; right: [R, J]; offsets: int32 [E]."""
+    left, right = (x if x.stride(1) == 1 else x.contiguous() for x in (left, right))
+    experts, of_left, of_right = total.shape
+    tiles = triton.cdiv(of_left, TILE_LEFT) * triton.cdiv(of_right, TILE_RIGHT)
+    _add[(tiles, experts)](total, left, right, offsets.contiguous(), of_left, of_right, left.stride(0), right.stride(0),
+                           ROWS=TILE_ROWS, LEFT=TILE_LEFT, RIGHT=TILE_RIGHT, GROUP=GROUP, num_warps=WARPS,
+                           num_stages=STAGES)
