@@ -138,7 +138,7 @@ def test_an_8b_shaped_stack_moves_what_the_link_carries(slots: int) -> None:
 def test_three_hundred_groups_are_planned_quickly() -> None:
     """20 to 45 ms on a core of 2026; the bound leaves room for busy machines. Few candidates are what makes it so."""
     trace = decoder_trace(50, 4)
-    assert len(candidates(trace, (True,) * 300)) < 250
+    assert len(candidates(trace, (True,) * 300)) < 320
     begin = time.process_time()
     plan_for_bytes(trace, H200, trace.kept_peak_bytes // 2)
     plan_for_time(trace, H200, 0.01)

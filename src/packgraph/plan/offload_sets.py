@@ -40,7 +40,11 @@ def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> 
             large = [index for index in movable_groups if trace.groups[index].bytes >= least]
             line = _Line(trace, large)
             for share, in_flight in product(shares, IN_FLIGHT):
-                found[(line.in_step(share * total / trace.forward_us, in_flight), in_flight)] = None
+                moves = line.in_step(share * total / trace.forward_us, in_flight)
+                found[(moves, in_flight)] = None
+                if in_flight == IN_FLIGHT[-1]:
+                    # Copies slower than the pace wait less behind one another with more of them in flight.
+                    found[(moves, 2 * in_flight)] = None
     return list(found)
 
 

@@ -1,0 +1,23 @@
+"""Offloading as a table, one line per rank."""
+from collections.abc import Sequence
+
+from packgraph.plan.drawing.offload_picture import OffloadFigures
+from packgraph.plan.drawing.tables import aligned
+from packgraph.plan.memory_budget import shown
+
+HEADER = ("", "groups", "moved", "peak", "without", "hidden", "exposed", "lost", "to host", "to device")
+
+
+def offload_table(figures: Sequence[OffloadFigures], first_rank: int = 0) -> str:
+    """figures: one per rank, from `first_rank` on. At most 120 columns; ends with a newline."""
+    table = [list(HEADER)]
+    for rank, row in enumerate(figures, start=first_rank):
+        table.append([f"rank {rank}", f"{row.moved} of {row.groups}", shown(row.copied), shown(row.peak_bytes),
+                      shown(row.kept_peak_bytes), f"{row.hidden_us / 1000:.2f} ms", f"{row.exposed_us / 1000:.2f} ms",
+                      f"{row.lost:.2%}", _speed(row.copied, row.host_us), _speed(row.copied, row.device_us)])
+    return "\n".join([*aligned(table), "moved, hidden, exposed: per microbatch; lost: exposed over compute; peak: all "
+                      "microbatches in flight"]) + "\n"
+
+
+def _speed(nbytes: int, us: float) -> str:
+    return f"{nbytes / us / 1000:.1f} GB/s" if us > 0 else "-"
