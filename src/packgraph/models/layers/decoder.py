@@ -20,6 +20,7 @@ from packgraph.models.layers.mamba import MambaMixer
 from packgraph.models.layers.mlp import GatedMLP, SquaredReluMLP
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.layers.norm import RMSNorm
+from packgraph.offload.marks import Mark, nowhere
 from packgraph.plan.stages import Stage, State
 
 
@@ -30,6 +31,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.dropout = config.dropout
+        self.offload: Mark = nowhere
         self.branches = config.branches(index)
         if self.branches[0] in ("attn", "mamba"):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -57,7 +59,8 @@ class DecoderLayer(nn.Module):
     def run_attention(self, state: State) -> State:
         """Stage `attn`: reads hidden, rotary and attention; replaces hidden."""
         hidden = state["hidden"]
-        normed = self.input_layernorm(hidden)
+        with self.offload("attn_norm"):
+            normed = self.input_layernorm(hidden)
         branch = self.self_attn(normed, state["rotary"], state["attention"])
         return {**state, "hidden": hidden + self._drop(branch)}
 
@@ -70,13 +73,15 @@ class DecoderLayer(nn.Module):
     def run_mlp(self, state: State) -> State:
         """Stage `mlp`: reads and replaces hidden."""
         hidden = state["hidden"]
-        normed = self.post_attention_layernorm(hidden)
+        with self.offload("mlp_norm"):
+            normed = self.post_attention_layernorm(hidden)
         branch = self.mlp(normed)
         return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_router(self, state: State) -> State:
         """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones add to the state."""
-        normed = self.post_attention_layernorm(state["hidden"])
+        with self.offload("mlp_norm"):
+            normed = self.post_attention_layernorm(state["hidden"])
         return self._moe.run_router(state, normed)
 
     def run_preprocess(self, state: State) -> State:

@@ -3,6 +3,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.layers.merged import MergedProjections
+from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.swiglu import swiglu
 
 
@@ -17,11 +18,13 @@ class GatedMLP(MergedProjections):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.merged = ("gate_proj", "up_proj") if merge else ()
+        self.offload: Mark = nowhere
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.project(x) if self.merged else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(swiglu(gate, up))
+        with self.offload("mlp_act"):
+            gate, up = self.project(x) if self.merged else (self.gate_proj(x), self.up_proj(x))
+            return self.down_proj(swiglu(gate, up))
 
 
 class SquaredReluMLP(nn.Module):
