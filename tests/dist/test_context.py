@@ -55,7 +55,8 @@ def config(layout, steps=STEPS, *, dropout=0.0, tied=False, model=None, **graph)
                                 **(model or {}))
     return dataclasses.replace(
         made, model=shape, graph=dataclasses.replace(made.graph, **{"capacities": CAPACITIES} | graph),
-        parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, expert_room=4.0),
+        parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, expert_room=4.0,
+                                cp_kind="ulysses"),
         run=dataclasses.replace(made.run, tokens_per_step=90),
         optimizer=dataclasses.replace(made.optimizer, decay_steps=20))
 

@@ -11,6 +11,8 @@ and for layers that read them rotary (cos, sin; empty where positions turn nothi
 (int32 [T], -1 in padding, of all ranks' rows); the head leaves loss alone. Padding rows of hidden start as exact zeros,
 so that nothing a padding token holds reaches a result, and stay finite from there on; their gradients are zeros from
 the head on.
+
+Where the row is cut in zigzag, `embed` adds rows, which say what of the row is this rank's.
 """
 import zlib
 from collections.abc import Mapping, Sequence
@@ -27,11 +29,13 @@ from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
 from packgraph.models.sizes import head_sizes, rotary_width
 from packgraph.ops.attention import BackendChoice, attention_metadata, choose_backend
-from packgraph.ops.context import ContextGroup, own_rows
+from packgraph.ops.context import ContextGroup
+from packgraph.ops.context_zigzag import rank_rows, zigzag_tables
 from packgraph.ops.documents import live_document_ids
-from packgraph.ops.loss import token_count
+from packgraph.ops.loss import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
+from packgraph.plan.context_kind import row_problems
 from packgraph.plan.stages import Stage, State, run_stages
 
 
@@ -80,10 +84,10 @@ class DecoderStack(nn.Module):
                              f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context")
         state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
         if size != 1:
-            if batch.capacity.tokens % size:
-                raise ValueError(f"a row of {batch.capacity.tokens} tokens cannot be spread evenly over {size} ranks; "
-                                 "use capacities whose tokens are a multiple of them")
-            state["context"] = self.contexts[size]
+            spread = state["context"] = self.contexts[size]
+            problems = row_problems(batch.host.lengths, batch.capacity.tokens, spread.kind, size)
+            if problems:
+                raise ValueError("; ".join(problems))
         return state if hidden is None else {**state, "hidden": hidden}
 
     def _ranks_of(self, batch: PackedBatch) -> int:
@@ -108,7 +112,7 @@ class DecoderStack(nn.Module):
         context: a host constant, the number of ranks that the row is spread over, all of which get the whole batch;
         None = as many as the model was spread over. Hidden states are then this rank's rows [T / context, H], and the
         loss is the sum over them. Raises ValueError for a number that the model has no group for or that does not
-        divide T.
+        divide T, and for documents that do not fit in T when they are padded as zigzag needs it.
         """
         return run_stages(self, batch, tokens_in_step, hidden, context)
 
@@ -123,26 +127,31 @@ class DecoderStack(nn.Module):
     def run_embed(self, state: State) -> State:
         """Stage `embed`: token embeddings, zero in padding (first stage only); what all layers read of the batch."""
         batch, context = state["batch"], state.get("context")
-        tokens, padding, positions = (
-            own_rows(x, context) for x in (batch.tokens, batch.padding_mask, batch.position_ids))
+        zigzag = zigzag_tables(batch, context) if context is not None and context.kind == "zigzag" else None
+        if zigzag is not None:
+            state = {**state, "rows": zigzag.rows}
+        tokens, padding, positions = (rank_rows(x, context, state.get("rows"), fill) for x, fill in (
+            (batch.tokens, 0), (batch.padding_mask, True), (batch.position_ids, 0)))
         hidden: Tensor = state["hidden"] if not self.first else embed(
             tokens, padding, self.embed_tokens.weight, split_rows=self.split_rows)
         found: State = {**state, "hidden": hidden}
         if self.attends:
             found["rotary"] = self.rotary(positions, hidden.dtype) if self.rotary.head_dim else ()
             found["attention"] = attention_metadata(batch, self.attention_choice(hidden.dtype).name,
-                                                    finite_padding=True, context=context)
+                                                    finite_padding=True, context=context, tables=zigzag)
         if self.scans:
             found["documents"] = live_document_ids(batch)
         return found
 
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the loss is left in the state."""
-        labels = state["batch"].labels
-        total = head_cross_entropy(self.norm(state["hidden"]), self.head_weight, own_rows(labels, state.get("context")))
+        labels, rows = state["batch"].labels, state.get("rows")
+        total = head_cross_entropy(self.norm(state["hidden"]), self.head_weight,
+                                   rank_rows(labels, state.get("context"), rows, IGNORED))
         tokens = state["tokens_in_step"]
         tokens = token_count(labels) if tokens is None else tokens
-        return {"loss": total / tokens.clamp(min=1)}
+        loss = total / tokens.clamp(min=1)
+        return {"loss": loss if rows is None else loss + rows.excess}
 
     def reset_parameters(self, seed: int) -> None:
         """Normal matrices, norms of one, biases of zero; the same for a seed on every device.

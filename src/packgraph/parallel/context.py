@@ -3,6 +3,9 @@
     one replica, cp = 2    rank 0   rows 0 .. T/2 - 1     everything but attention works on these alone
                            rank 1   rows T/2 .. T - 1     attention: ops/context.py
 
+    or, in zigzag          rank 0   quarters 0 and 3 of every document     ops/context_zigzag.py
+                           rank 1   quarters 1 and 2                       attention: ops/context_zigzag_attention.py
+
 All ranks of the axis get the same whole batch (boundaries, tokens, labels: a few bytes per token) and take their rows
 on the device, so nothing depends on lengths on the host. Parameters are copies; a rank's gradients are those of its
 tokens, and are summed over `dp_cp` of the mesh, once per step, with the gradients of other replicas.
@@ -16,31 +19,46 @@ import torch
 
 from packgraph.ops.context import ContextGroup, swap_parts
 from packgraph.parallel.mesh import Mesh
+from packgraph.plan.context_kind import ContextChoice, ContextWish, choose_context_kind
 
 
-def context_problems(config: Any, ranks: int, heads_split: int = 1) -> list[str]:
+def context_choice(config: Any, ranks: int, heads_split: int = 1, wish: ContextWish = "auto") -> ContextChoice:
+    """How `ranks` ranks share attention in a decoder of `config`. Arguments are those of `context_problems`.
+
+    Raises ValueError where they cannot share it as wished.
+    """
+    if config.count("mamba"):
+        return ContextChoice("ulysses", "Mamba-2 layers scan rows in their order")
+    return choose_context_kind(ranks, config.num_heads // heads_split, wish)
+
+
+def context_problems(config: Any, ranks: int, heads_split: int = 1, wish: ContextWish = "auto") -> list[str]:
     """All reasons why rows of a decoder of `config` cannot be spread over `ranks`.
 
-    heads_split: tensor parallel ranks, each of which has that part of the heads.
+    heads_split: tensor parallel ranks, each of which has that part of the heads. wish: the kind that is asked for.
     """
     heads, share = config.num_heads // heads_split, f" / tp {heads_split}" if heads_split > 1 else ""
-    if heads % ranks:
-        return [f"context parallelism over {ranks} ranks shares the heads among them in attention, so num_heads "
-                f"({config.num_heads}{share}) must be a multiple of {ranks}"]
-    return []
+    scans, found = config.count("mamba") > 0, []
+    if heads % ranks and config.count("attn") and (scans or wish == "ulysses"):
+        found.append(f"context parallelism over {ranks} ranks by ulysses shares the heads among them in attention, so "
+                     f"num_heads ({config.num_heads}{share}) must be a multiple of {ranks}")
+    if scans and wish == "zigzag":
+        found.append("rows cannot be cut in zigzag for Mamba-2 layers, which scan them in their order; use ulysses")
+    return found
 
 
-def spread_context(model: Any, mesh: Mesh, rank_tokens: int | None = None) -> None:
+def spread_context(model: Any, mesh: Mesh, rank_tokens: int | None = None, wish: ContextWish = "auto") -> None:
     """Let `model`, a decoder or some layers of one, spread its rows over the `cp` ranks of `mesh`, in place.
 
     rank_tokens: tokens of any row that a rank works on, where rows are spread over changing numbers of ranks, those of
     `mesh.layout.contexts`: a row of c times as many tokens is one of c ranks. Collective: every group is used once,
     largest first, so that no communicator is made in the middle of a step. The tokens of every capacity must be a
-    multiple of the ranks (with sequence parallelism: times tp).
+    multiple of the ranks (with sequence parallelism: times tp), and of twice the ranks where rows are cut in zigzag.
+    wish: how ranks share attention; auto decides for every number of ranks by itself (plan/context_kind.py).
     To be called after `parallel.tensor.parallelize` and before graphs are captured. Raises ValueError with all reasons.
     """
     ranks, group = mesh.size("cp"), mesh.group("cp")
-    problems = context_problems(model.config, ranks, mesh.size("tp"))
+    problems = context_problems(model.config, ranks, mesh.size("tp"), wish)
     if problems:
         raise ValueError("; ".join(problems))
     if group is None:
@@ -49,5 +67,6 @@ def spread_context(model: Any, mesh: Mesh, rank_tokens: int | None = None) -> No
     device = next(model.parameters()).device
     for size in sorted({ranks, *mesh.layout.contexts} - {1}, reverse=True):
         name = mesh.context_group(size).group_name
-        model.contexts[size] = ContextGroup(size, mesh.place["cp"] % size, name)
+        kind = context_choice(model.config, size, mesh.size("tp"), wish).kind
+        model.contexts[size] = ContextGroup(size, mesh.place["cp"] % size, name, kind)
         swap_parts(torch.zeros(size, device=device), name)

@@ -17,6 +17,7 @@ import torch
 
 from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention import choose_backend
+from packgraph.packing.capacity import places
 from packgraph.plan.bucket_cost import FLASH4, CostModel
 from packgraph.plan.bucket_packing import PackingPolicy
 from packgraph.plan.bucket_request import BucketRequest
@@ -24,6 +25,7 @@ from packgraph.plan.buckets import BucketPlan, choose_buckets
 from packgraph.plan.length_histogram import LengthHistogram
 from packgraph.plan.slots import slot_counts
 from packgraph.train.config import ConfigError, load_file, read_config
+from packgraph.train.context_rows import places_multiple
 from packgraph.train.data.source import DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
@@ -41,6 +43,7 @@ GIBIBYTE = 2**30
 class Lengths:
     """Lengths in tokens of documents with anything to predict: those to plan by, and those held out.
 
+    They are the places that documents take up, where rows are cut for several ranks (`context_rows.places_multiple`).
     read: documents of the source that were looked at; total: all that it has.
     """
 
@@ -54,8 +57,9 @@ def read_lengths(config: TrainConfig, documents: DocumentSource, tokenizer: Toke
     """Tokenize up to `buckets.documents` documents. Raises DataError as training on them would."""
     order = np.random.default_rng([config.data.seed, 0]).permutation(len(documents))[: config.buckets.documents]
     found: list[int] = []
+    multiple = places_multiple(config)
     for index in order:
-        found += [len(whole) for whole in tokenizer.encode(documents[int(index)]) if whole.predicts]
+        found += [places(len(whole), multiple) for whole in tokenizer.encode(documents[int(index)]) if whole.predicts]
     planned = [length for number, length in enumerate(found) if (number + 1) % HELD_OUT]
     return Lengths(tuple(planned), tuple(found[HELD_OUT - 1 :: HELD_OUT]), len(order), len(documents))
 
@@ -72,7 +76,7 @@ def bucket_request(config: TrainConfig, *, batch: int | None = None, device: tor
                            overlong=config.data.overlong)
     tile = next(tile for tile in MULTIPLES if buckets.max_tokens % tile == 0 and (
         tile == 1 or buckets.max_tokens >= FEWEST_SIZES * tile))
-    multiple = math.lcm(tile, parallel.row_parts)
+    multiple = math.lcm(tile, parallel.row_parts, places_multiple(config))
     layers = -(-model.num_layers // (parallel.pp * parallel.chunks))
     slots = max(map(sum, slot_counts(parallel.pp, parallel.chunks))) if parallel.pp > 1 else config.graph.slots or 1
     return BucketRequest(

@@ -43,7 +43,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     for model in models if mesh.size("tp") > 1 else ():
         parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
     for model in models if mesh.size("cp") > 1 else ():
-        spread_context(model, mesh, rank_tokens(config))
+        spread_context(model, mesh, rank_tokens(config), config.parallel.cp_kind)
     for model in models if config.model.experts.enabled else ():
         split_experts(model, mesh, partial(
             make_dispatcher, config.parallel.dispatcher_name, factor=config.parallel.expert_room))

@@ -1,8 +1,10 @@
 """What the sections of a run's configuration must agree on, all reasons at once."""
 from packgraph.models.decoder import named_stages, parts_without
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context import context_problems
 from packgraph.parallel.tensor import tensor_problems
 from packgraph.plan.regions import MOE_STAGES, expand_scope, scope_errors
+from packgraph.train.context_rows import places_multiple
 from packgraph.train.dynamic_context import context_problems_of_run
 from packgraph.train.options import TrainConfig
 
@@ -97,6 +99,22 @@ def _expert_problems(config: TrainConfig) -> list[str]:
     return [text for text, wrong in problems.items() if wrong]
 
 
+def _row_problems(config: TrainConfig) -> list[str]:
+    """What keeps rows from being cut for the ranks of a context as asked."""
+    parallel = config.parallel
+    found = context_problems(config.model, parallel.cp, parallel.tp, parallel.cp_kind)
+    if found:
+        return found
+    multiple, known = places_multiple(config), _known_capacities(config)
+    odd = ", ".join(str(capacity) for capacity in known if capacity.tokens % multiple or capacity.bound % multiple)
+    return [f"rows cut in zigzag over parallel.cp = {parallel.cp} ranks need capacities whose tokens and longest "
+            f"document are multiples of {multiple}, not {odd}; or choose parallel.cp_kind = ulysses"] if odd else []
+
+
+def _known_capacities(config: TrainConfig) -> list[Capacity]:
+    return [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
+
+
 def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
     """All reasons why the model and its capacities cannot be spread over `world` processes as asked."""
     parallel = config.parallel
@@ -109,11 +127,11 @@ def _parallel_problems(config: TrainConfig, world: int) -> list[str]:
     if parallel.tp > 1:
         found += tensor_problems(config.model, parallel.tp)
     found += _expert_problems(config)
-    known = [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
+    known = _known_capacities(config)
     found += context_problems_of_run(config)
     odd = ", ".join(str(capacity.tokens) for capacity in known if capacity.tokens % parallel.row_parts)
     if parallel.cp > 1:
-        found += context_problems(config.model, parallel.cp, parallel.tp)
+        found += _row_problems(config)
         found += [f"parallel.cp = {parallel.cp} spreads every row over {parallel.row_parts} ranks (cp x tp where "
                   f"parallel.sequence holds), so the tokens of capacities must be a multiple of that, not {odd}"] if \
             odd else []

@@ -17,6 +17,7 @@ from rich.console import Console
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config import ConfigError
+from packgraph.train.context_rows import context_notes, places_multiple
 from packgraph.train.data import Microbatches, PlannedSteps, build_tokenizer, open_documents, open_microbatches
 from packgraph.train.disagreements import disagreements
 from packgraph.train.dynamic_context import context_request
@@ -78,9 +79,10 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
     documents = open_documents(config.data)
     config, notes = with_capacities(config, documents, tokenizer, device)
     stream = config.data, documents, tokenizer, config.graph.packing_capacities()
-    microbatches = (PlannedSteps(*stream, context_request(config, world, device)) if config.parallel.dynamic_cp
-                    else open_microbatches(*stream))
-    return Prepared(config, microbatches, notes)
+    multiple = places_multiple(config)
+    microbatches = (PlannedSteps(*stream, context_request(config, world, device), multiple)
+                    if config.parallel.dynamic_cp else open_microbatches(*stream, multiple))
+    return Prepared(config, microbatches, [*notes, *context_notes(config)])
 
 
 def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Microbatches:

@@ -142,6 +142,8 @@ class ParallelConfig:
 
     dp: replicas that train on different packs; none = all processes that cp, tp and pp leave over.
     cp: ranks that every row of tokens is spread over; in attention they share the heads instead.
+    cp_kind: how these share attention: ulysses = by heads, zigzag = by parts of documents, for which places are
+        padded to multiples of twice the ranks; auto = ulysses where the ranks divide the heads.
     dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each microbatch anew; the
         documents of a step are shared out to all ranks of dp x cp together.
     tp: parts that every matrix is split into.
@@ -159,6 +161,7 @@ class ParallelConfig:
 
     dp: int | None = None
     cp: int = 1
+    cp_kind: Literal["auto", "ulysses", "zigzag"] = "auto"
     dynamic_cp: bool = False
     tp: int = 1
     pp: int = 1

@@ -27,7 +27,7 @@ from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
 from packgraph.moe.routing import drop_beyond, route
 from packgraph.moe.stash import Stash
 from packgraph.offload.marks import Mark, nowhere
-from packgraph.ops.context import ContextGroup, own_rows
+from packgraph.ops.context_zigzag import rank_rows
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.plan.stages import State
@@ -110,7 +110,8 @@ class MoEBlock(nn.Module):
     def run_router(self, state: State, x: Tensor) -> State:
         """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden, counts the load."""
         batch: PackedBatch = state["batch"]
-        settings, padding = self.settings, own_rows(batch.padding_mask, state.get("context"))
+        settings = self.settings
+        padding = rank_rows(batch.padding_mask, state.get("context"), state.get("rows"), True)
         logits = self.gate(x)
         scored = route(logits, padding, self.gate.e_score_correction_bias, settings)
         routing = scored.routing
@@ -123,23 +124,24 @@ class MoEBlock(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.gate.load.add_(expert_counts(scored.routing.experts, settings.count))
-            loss = self._loss(logits, scored.scores, scored.routing.experts, batch, state.get("context"))
+            loss = self._loss(logits, scored.scores, scored.routing.experts, state, ~padding)
             if loss is not None:
                 found["hidden"] = attach(state["hidden"], loss, share_of_step(state))
         return found
 
-    def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor, batch: PackedBatch,
-              context: ContextGroup | None) -> Tensor | None:
+    def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor, state: State, valid: Tensor) -> Tensor | None:
         """The auxiliary loss of a microbatch, each part a mean over its tokens or documents; of this rank's rows, their
         share of it."""
-        settings = self.settings
-        valid, document_ids = ~own_rows(batch.padding_mask, context), own_rows(batch.document_ids, context)
+        settings, context = self.settings, state.get("context")
+        batch: PackedBatch = state["batch"]
+        documents = batch.capacity.documents
+        document_ids = rank_rows(batch.document_ids, context, state.get("rows"), documents)
         parts = []
         if settings.load_loss:
             parts.append(settings.load_loss * load_loss(scores, experts, valid, context))
         if settings.document_loss:
-            parts.append(settings.document_loss * document_loss(scores, experts, document_ids, valid,
-                                                                batch.capacity.documents, context))
+            parts.append(settings.document_loss * document_loss(scores, experts, document_ids, valid, documents,
+                                                                context))
         if settings.z_loss:
             parts.append(settings.z_loss * z_loss(logits, valid, context))
         return torch.stack(parts).sum() if parts else None

@@ -4,7 +4,8 @@
         the documents, checked: a finite list (len, index). Raises DataError (a ValueError) saying where and what to do.
     build_tokenizer(config: DataConfig) -> Tokenizer
         `.vocab_size` (int), `.encode(SourceDocument) -> list[Document]`. Raises DataError.
-    open_microbatches(config: DataConfig, documents, tokenizer, capacities: Iterable[Capacity]) -> Microbatches
+    open_microbatches(config: DataConfig, documents, tokenizer, capacities: Iterable[Capacity], multiple: int)
+        -> Microbatches
         an iterator of `PackedBatch` on the host; endless unless config.epochs is set. `.report` (PackReport) counts
         packs, padding, split and dropped documents. `.state_dict()` is JSON-able and taken between two packs;
         `.load_state_dict(state)` on a new iterator continues with exactly the packs that would have come next, and

@@ -43,12 +43,14 @@ class Microbatches:
     """
 
     def __init__(self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer,
-                 capacities: Iterable[Capacity]) -> None:
-        """Raises ValueError for bad capacities, DataError for an empty source."""
+                 capacities: Iterable[Capacity], multiple: int = 1) -> None:
+        """multiple: of places that documents take up; no part of the state, so a run may go on with another.
+
+        Raises ValueError for bad capacities, DataError for an empty source."""
         if not len(source):
             raise DataError("the source has no documents")
         self._config, self._source, self._tokenizer = config, source, tokenizer
-        self._capacities = CapacitySet(capacities)
+        self._capacities = CapacitySet(capacities, multiple)
         self.report = PackReport()
         self.empty_documents = self.unlabelled_documents = 0
         self._first_unlabelled = ""
@@ -183,6 +185,6 @@ def _why_unlabelled(document: SourceDocument) -> str:
 
 
 def open_microbatches(config: DataConfig, documents: DocumentSource, tokenizer: Tokenizer,
-                      capacities: Iterable[Capacity]) -> Microbatches:
+                      capacities: Iterable[Capacity], multiple: int = 1) -> Microbatches:
     """The stream of packs of `documents` from its beginning. Raises ValueError and DataError."""
-    return Microbatches(config, documents, tokenizer, capacities)
+    return Microbatches(config, documents, tokenizer, capacities, multiple)

@@ -30,11 +30,12 @@ class PlannedSteps(Microbatches):
     """
 
     def __init__(self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer,
-                 capacities: Iterable[Capacity], request: ContextRequest) -> None:
-        """capacities: of the largest group. request: of every step; its waves are the microbatches of a rank."""
+                 capacities: Iterable[Capacity], request: ContextRequest, multiple: int = 1) -> None:
+        """capacities: of the largest group. request: of every step; its waves are the microbatches of a rank.
+        multiple: of places that documents take up in any row."""
         self._request = request
         self.plan: ContextPlan | None = None
-        super().__init__(config, source, tokenizer, capacities)
+        super().__init__(config, source, tokenizer, capacities, multiple)
 
     def __next__(self) -> PackedBatch:
         """Raises TypeError: single packs of a planned step mean nothing."""
@@ -50,7 +51,7 @@ class PlannedSteps(Microbatches):
         waiting = self._waiting
         if not len(waiting):
             return []
-        self.plan = plan_context(waiting.lengths, self._request)
+        self.plan = plan_context([self._capacities.places(length) for length in waiting.lengths], self._request)
         groups = [group for wave in self.plan.waves for group in wave]
         packs = [self._pack([waiting.documents[place] for place in group.documents], group.bucket) for group in groups]
         waiting.keep(self.plan.left)
