@@ -113,11 +113,12 @@ def test_candidates_are_legal_and_follow_from_the_trace_alone(trace: OffloadTrac
     movable = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     for few in (0, 5):
         found = candidates(trace, movable, few)
-        assert len(found) == len(set(found)) and found[0][0] == (False,) * count
-        assert all(may or not moved for moves, _ in found for may, moved in zip(movable, moves))
-        assert tuple(movable) in {moves for moves, _ in found}
-        wide = replace(trace, slots=trace.slots + 1, other_bytes=5)
-        assert candidates(wide, movable, few) == found
+        pairs = [found[place] for place in range(len(found))]
+        assert len(pairs) == len(set(pairs)) and pairs[0][0] == (False,) * count
+        assert all(may or not moved for moves, _ in pairs for may, moved in zip(movable, moves))
+        assert tuple(movable) in {moves for moves, _ in pairs}
+        again = candidates(replace(trace, slots=trace.slots + 1, other_bytes=5), movable, few)
+        assert [again[place] for place in range(len(again))] == pairs
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -136,9 +137,9 @@ def test_an_8b_shaped_stack_moves_what_the_link_carries(slots: int) -> None:
 
 
 def test_three_hundred_groups_are_planned_quickly() -> None:
-    """20 to 45 ms on a core of 2026; the bound leaves room for busy machines. Few candidates are what makes it so."""
+    """20 to 45 ms each on a core of 2026; the bound leaves room for busy machines."""
     trace = decoder_trace(50, 4)
-    assert len(candidates(trace, (True,) * 300)) < 320
+    assert len(candidates(trace, (True,) * 300)) < 450
     begin = time.process_time()
     plan_for_bytes(trace, H200, trace.kept_peak_bytes // 2)
     plan_for_time(trace, H200, 0.01)

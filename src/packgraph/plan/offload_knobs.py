@@ -12,6 +12,8 @@ those that are needed first, which are the harder ones to reload.
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.plan.offload_passes import Moves, Passes
 from packgraph.plan.offload_simulate import predicted
@@ -71,7 +73,7 @@ def knob_moves(trace: OffloadTrace, knobs: OffloadKnobs, pp_rank: int = 0) -> Mo
 def plan_by_knobs(trace: OffloadTrace, speed: CopySpeed, knobs: OffloadKnobs, pp_rank: int = 0) -> OffloadPlan:
     """The plan that the knobs mean. Reloads start as early as they can without a higher peak than the forward has."""
     moves, passes = knob_moves(trace, knobs, pp_rank), Passes(trace, speed)
-    forward = passes.forward(moves, knobs.in_flight)
-    backward = passes.backward(moves, forward.kept_bytes, forward.peak_bytes)
+    forward = passes.forwards(np.array([moves], dtype=bool), np.array([knobs.in_flight]))
+    backward = passes.backward(moves, int(forward.kept_bytes[0]), int(forward.peak_bytes[0]))
     assert backward is not None, "no limit on waiting was given"
     return predicted(trace, speed, OffloadPlan(moves, backward.reload_at, knobs.in_flight))

@@ -1,5 +1,7 @@
 """The figures of many plans of one trace, fast: twins of `plan/offload_simulate.py` that keep no record of events.
 
+Forwards are walked through all at once, in arrays of one number per plan; of backwards few are asked for.
+
 Forward and backward are judged apart, since all copies to the host end with the forward. Where reloads start is not
 searched for: each is queued as early as a limit on memory allows. That is best. Memory is a matter of the program's
 order, not of times; a reload that is queued earlier ends no later, and so do those behind it; and its memory is missed
@@ -8,8 +10,9 @@ with all other legal choices.)
 
 So with a higher limit no reload starts later, and the time lost can only fall.
 """
-from collections import deque
 from dataclasses import dataclass
+
+import numpy as np
 
 from packgraph.plan.offload import KEPT, CopySpeed, OffloadTrace
 
@@ -17,12 +20,13 @@ Moves = tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class Forward:
-    """Of one forward: time that compute waits, the most that the device holds, what a microbatch keeps afterwards."""
+class Forwards:
+    """Of C forwards: time that compute waits, float [C]; the most that the device holds, int64 [C]; what a microbatch
+    keeps afterwards, int64 [C]."""
 
-    exposed_us: float
-    peak_bytes: int
-    kept_bytes: int
+    exposed_us: np.ndarray
+    peak_bytes: np.ndarray
+    kept_bytes: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -46,35 +50,28 @@ class Passes:
         self.out_us = [speed.to_host_us(group) for group in groups]
         self.in_us = [speed.to_device_us(group) for group in groups]
 
-    def kept(self, moves: Moves) -> int:
-        """Bytes that one microbatch keeps on the device between its forward and its backward."""
-        return sum(nbytes for nbytes, moved in zip(self.bytes, moves) if not moved)
-
-    def base(self, kept: int) -> int:
-        """Bytes that are there besides the microbatch that runs."""
-        return self.trace.other_bytes + (self.trace.slots - 1) * kept
-
-    def forward(self, moves: Moves, in_flight: int) -> Forward:
-        """What the forward of `moves` costs."""
-        kept = self.kept(moves)
-        held = peak = self.base(kept)
-        waited = free_at = 0.0
-        pending: deque[tuple[float, int]] = deque()
-        for at, nbytes, out_us, moved in zip(self.forward_us, self.bytes, self.out_us, moves):
+    def forwards(self, moves: np.ndarray, in_flight: np.ndarray) -> Forwards:
+        """What C forwards cost. moves: bool [C, groups]. in_flight: int64 [C]."""
+        count, rows = len(moves), np.arange(len(moves))
+        kept = (~moves).astype(np.int64) @ np.array(self.bytes, dtype=np.int64)
+        held = self.trace.other_bytes + (self.trace.slots - 1) * kept
+        peak, waited, free_at = held.copy(), np.zeros(count), np.zeros(count)
+        # Ends and bytes of the copies of a forward, oldest first; `queued` of them.
+        ends, sizes = np.zeros((count, len(self.bytes) + 1)), np.zeros((count, len(self.bytes) + 1), dtype=np.int64)
+        queued = np.zeros(count, dtype=np.int64)
+        for index, nbytes in enumerate(self.bytes):
             held += nbytes
-            if held > peak:
-                peak = held
-            if not moved:
-                continue
-            now = at + waited
-            free_at = (free_at if free_at > now else now) + out_us
-            pending.append((free_at, nbytes))
-            if len(pending) > in_flight:
-                end, given_back = pending.popleft()
-                held -= given_back
-                if end > now:
-                    waited += end - now
-        return Forward(waited + max(free_at - self.trace.forward_us - waited, 0.0), peak, kept)
+            np.maximum(peak, held, out=peak)
+            moved, now = moves[:, index], self.forward_us[index] + waited
+            free_at = np.where(moved, np.maximum(free_at, now) + self.out_us[index], free_at)
+            ends[rows, queued], sizes[rows, queued] = free_at, nbytes
+            oldest = queued - in_flight
+            full = moved & (oldest >= 0)
+            oldest = np.maximum(oldest, 0)
+            waited += np.where(full, np.maximum(ends[rows, oldest] - now, 0.0), 0.0)
+            held -= np.where(full, sizes[rows, oldest], 0)
+            queued += moved
+        return Forwards(waited + np.maximum(free_at - self.trace.forward_us - waited, 0.0), peak, kept)
 
     def backward(self, moves: Moves, kept: int, limit: int, most_us: float = float("inf")) -> Backward | None:
         """What the backward of `moves` costs, with reloads as early as `limit` bytes allow.
@@ -85,7 +82,7 @@ class Passes:
         order, nbytes, in_us = self.trace.backward_order, self.bytes, self.in_us
         reloads = [index for index in order if moves[index]]
         reload_at, ends = [KEPT] * len(nbytes), [0.0] * len(nbytes)
-        held = peak = self.base(kept) + kept
+        held = peak = self.trace.other_bytes + self.trace.slots * kept
         waited = free_at = 0.0
         following, before = 0, 0
         for index in order:

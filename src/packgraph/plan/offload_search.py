@@ -8,15 +8,68 @@ each is judged exactly, and what is skipped could not have won. Up to `FEW` mova
 is. Nothing depends on clocks, so all ranks with the same trace find the same plan.
 """
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from packgraph.plan.memory_budget import shown
 from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload_passes import Backward, Forward, Moves, Passes
+from packgraph.plan.offload_passes import Backward, Moves, Passes
 from packgraph.plan.offload_sets import FEW, candidates
 from packgraph.plan.offload_simulate import predicted
 
 STEPS = 4096  # of memory between which a budget of time chooses, of the bytes of all groups
 DIGITS = 6  # of a microsecond, below which waits are equal
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One set of groups whose forward is judged. peak, kept: bytes. place: among all candidates."""
+
+    exposed_us: float
+    peak: int
+    kept: int
+    place: int
+    moves: Moves
+    in_flight: int
+
+    def plan(self, backward: Backward) -> OffloadPlan:
+        return OffloadPlan(self.moves, backward.reload_at, self.in_flight)
+
+
+class _Judged:
+    """All candidates of a trace and what their forwards cost."""
+
+    def __init__(self, trace: OffloadTrace, speed: CopySpeed, movable: Sequence[bool] | None, few: int) -> None:
+        if movable is not None and len(movable) != len(trace.groups):
+            raise ValueError(f"the trace has {len(trace.groups)} groups, and {len(movable)} are said to be movable or "
+                             "not")
+        self.passes = Passes(trace, speed)
+        self.all = candidates(trace, (True,) * len(trace.groups) if movable is None else tuple(movable), few)
+        self.forwards = self.passes.forwards(self.all.moves, self.all.in_flight)
+
+    def __getitem__(self, place: int) -> _Candidate:
+        forwards = self.forwards
+        return _Candidate(float(forwards.exposed_us[place]), int(forwards.peak_bytes[place]),
+                          int(forwards.kept_bytes[place]), place, *self.all[place])
+
+    def least_peak(self) -> int:
+        """The lowest peak of any candidate, however long compute waits."""
+        least: int | None = None
+        for place in np.argsort(self.forwards.peak_bytes, kind="stable").tolist():
+            candidate = self[place]
+            if least is not None and candidate.peak >= least:
+                break
+            peak = max(candidate.peak, self.inline_peak(candidate))
+            least = peak if least is None else min(least, peak)
+        assert least is not None, "to move nothing is always among the candidates"
+        return least
+
+    def inline_peak(self, candidate: _Candidate) -> int:
+        """The peak of a backward that reloads every group only when it is needed; none has a lower one."""
+        backward = self.passes.backward(candidate.moves, candidate.kept, 0)
+        assert backward is not None, "no limit on waiting was given"
+        return backward.peak_bytes
 
 
 def plan_for_bytes(trace: OffloadTrace, speed: CopySpeed, budget: int, movable: Sequence[bool] | None = None,
@@ -26,31 +79,30 @@ def plan_for_bytes(trace: OffloadTrace, speed: CopySpeed, budget: int, movable: 
 
     movable: groups that may move, default all. few: as in `candidates`. Raises ValueError when no plan fits.
     """
-    passes = Passes(trace, speed)
+    judged = _Judged(trace, speed, movable, few)
+    waits = np.round(judged.forwards.exposed_us, DIGITS)
     best: tuple[float, int, int, int] | None = None
     found: OffloadPlan | None = None
-    for moves, in_flight in candidates(trace, _movable(trace, movable), few):
-        kept = passes.kept(moves)
-        # Between forward and backward all microbatches in flight hold what they keep.
-        if passes.base(kept) + kept > budget or (best and best[0] == 0 and best[1] < trace.bytes - kept):
+    # Those that wait least and move least come first: once the best beats what a forward alone costs, all is said.
+    for place in np.lexsort((-judged.forwards.kept_bytes, waits)).tolist():
+        one, wait = judged[place], float(waits[place])
+        moved = trace.bytes - one.kept
+        if best is not None and (wait, moved) > best[:2]:
+            break
+        if one.peak > budget:
             continue
-        forward = passes.forward(moves, in_flight)
-        most = best[0] if best else float("inf")
-        if forward.peak_bytes > budget or round(forward.exposed_us, DIGITS) > most:
-            continue
-        backward = passes.backward(moves, kept, budget, most + 1 - forward.exposed_us)
+        most = best[0] if best is not None else float("inf")
+        backward = judged.passes.backward(one.moves, one.kept, budget, most + 1 - one.exposed_us)
         if backward is None or backward.peak_bytes > budget:
             continue
-        exposed = round(forward.exposed_us + backward.exposed_us, DIGITS)
-        key = (exposed, trace.bytes - kept, max(forward.peak_bytes, backward.peak_bytes), in_flight)
+        key = (round(one.exposed_us + backward.exposed_us, DIGITS), moved, max(one.peak, backward.peak_bytes), place)
         if best is None or key < best:
-            best, found = key, OffloadPlan(moves, backward.reload_at, in_flight)
+            best, found = key, one.plan(backward)
     if found is None:
-        least = least_peak_bytes(trace, speed, movable, few)
-        raise ValueError(f"no plan of offloading fits in {shown(budget)}: the least that is possible is {shown(least)} "
-                         f"(without offloading {shown(trace.kept_peak_bytes)}, of which {shown(trace.other_bytes)} are "
-                         "not activations that may move); raise the budget, let more modules move, or make "
-                         "microbatches smaller")
+        raise ValueError(f"no plan of offloading fits in {shown(budget)}: the least that is possible is "
+                         f"{shown(judged.least_peak())} (without offloading {shown(trace.kept_peak_bytes)}, of which "
+                         f"{shown(trace.other_bytes)} are not activations that may move); raise the budget, let more "
+                         "modules move, or make microbatches smaller")
     return predicted(trace, speed, found)
 
 
@@ -63,61 +115,43 @@ def plan_for_time(trace: OffloadTrace, speed: CopySpeed, lost: float, movable: S
     """
     if not lost >= 0:
         raise ValueError(f"a share of time to lose must be at least 0, got {lost}")
-    passes = Passes(trace, speed)
+    judged = _Judged(trace, speed, movable, few)
     budget_us = lost * trace.compute_us + 10.0**-DIGITS
-    judged = []
-    for place, (moves, in_flight) in enumerate(candidates(trace, _movable(trace, movable), few)):
-        forward = passes.forward(moves, in_flight)
-        if forward.exposed_us <= budget_us:
-            judged.append((forward.peak_bytes, place, moves, in_flight, forward))
-    judged.sort(key=lambda entry: entry[:2])
-    best, found = None, None
-    for peak, _, moves, in_flight, forward in judged:
-        if best is not None and peak >= best:
+    best: int | None = None
+    found: OffloadPlan | None = None
+    for place in np.argsort(judged.forwards.peak_bytes, kind="stable").tolist():
+        one = judged[place]
+        if best is not None and one.peak >= best:
             break
-        floor = max(peak, _inline_peak(passes, moves, forward.kept_bytes))
-        backward = _lowest(passes, moves, forward, floor, budget_us, best)
-        if backward is not None and (best is None or max(peak, backward.peak_bytes) < best):
-            best, found = max(peak, backward.peak_bytes), OffloadPlan(moves, backward.reload_at, in_flight)
-    if found is None:
-        raise AssertionError("to move nothing must be among the candidates and loses no time")
+        if one.exposed_us > budget_us:
+            continue
+        backward = _lowest(judged, one, budget_us - one.exposed_us, best)
+        if backward is not None and (best is None or max(one.peak, backward.peak_bytes) < best):
+            best, found = max(one.peak, backward.peak_bytes), one.plan(backward)
+    assert found is not None, "to move nothing is always among the candidates, and loses no time"
     return predicted(trace, speed, found)
 
 
 def least_peak_bytes(trace: OffloadTrace, speed: CopySpeed, movable: Sequence[bool] | None = None,
                      few: int = FEW) -> int:
     """The lowest peak of any candidate, however long compute waits."""
-    passes = Passes(trace, speed)
-    return min(max(passes.forward(moves, in_flight).peak_bytes, _inline_peak(passes, moves, passes.kept(moves)))
-               for moves, in_flight in candidates(trace, _movable(trace, movable), few))
+    return _Judged(trace, speed, movable, few).least_peak()
 
 
-def _movable(trace: OffloadTrace, movable: Sequence[bool] | None) -> Moves:
-    if movable is not None and len(movable) != len(trace.groups):
-        raise ValueError(f"the trace has {len(trace.groups)} groups, and {len(movable)} are said to be movable or not")
-    return (True,) * len(trace.groups) if movable is None else tuple(movable)
-
-
-def _inline_peak(passes: Passes, moves: Moves, kept: int) -> int:
-    """The peak of a backward that reloads every group only when it is needed; none has a lower one."""
-    backward = passes.backward(moves, kept, 0)
-    assert backward is not None, "no limit on waiting was given"
-    return backward.peak_bytes
-
-
-def _lowest(passes: Passes, moves: Moves, forward: Forward, floor: int, budget_us: float, best: int | None
-            ) -> Backward | None:
-    """The backward with the lowest limit on memory, from `floor` in steps up to `best`, with which the waiting stays
-    within `budget_us`; None when there is none."""
-    step = max(passes.trace.bytes // STEPS, 1)
-
-    def at(steps: int) -> Backward | None:
-        return passes.backward(moves, forward.kept_bytes, floor + steps * step, budget_us - forward.exposed_us)
-
+def _lowest(judged: _Judged, one: _Candidate, most_us: float, best: int | None) -> Backward | None:
+    """The backward with the lowest limit on memory, in steps up to `best`, that waits for at most `most_us`; None when
+    there is none."""
+    floor = max(one.peak, judged.inline_peak(one))
     if best is not None and floor >= best:
         return None
+    total = judged.passes.trace.bytes
+    step = max(total // STEPS, 1)
+
+    def at(steps: int) -> Backward | None:
+        return judged.passes.backward(one.moves, one.kept, floor + steps * step, most_us)
+
     # Beyond the step that reaches `best` every peak that is new is at least `best`.
-    low, high = 0, (best - 1 - floor if best is not None else passes.trace.bytes) // step + 1
+    low, high = 0, (best - 1 - floor if best is not None else total) // step + 1
     found = at(low)
     if found is not None:
         return found

@@ -9,88 +9,104 @@ groups of a forward, which are needed first, stay where they are (the margin), a
 
 The invariant: sets follow from the trace's bytes and compute times alone, not from the budget or the speed of copies.
 So whoever picks the best of them gets no worse by a larger budget or faster copies. Few groups: all subsets.
+
+All paces are walked through at once, one step per group for arrays of numbers per candidate.
 """
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+
 from packgraph.plan.offload import OffloadTrace
-from packgraph.plan.offload_passes import Moves
 
 FEW = 8  # movable groups of which all subsets are tried
-SHARES = 48  # paces up to that of all bytes in the time of a forward
+SHARES = 80  # paces up to that of all bytes in the time of a forward
 FASTER = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # and beyond, for sets that make compute wait
 IN_FLIGHT = (1, 2, 4)
 
-Candidate = tuple[Moves, int]  # the moves, and how many copies to the host may be in flight
+
+@dataclass(frozen=True)
+class Candidates:
+    """Sets of groups, each with a bound. moves: bool [C, groups]. in_flight: int64 [C]."""
+
+    moves: np.ndarray
+    in_flight: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.in_flight)
+
+    def __getitem__(self, place: int) -> tuple[tuple[bool, ...], int]:
+        return tuple(self.moves[place].tolist()), int(self.in_flight[place])
 
 
-def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> list[Candidate]:
+def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> Candidates:
     """Sets to choose from, each once, nothing at all first. movable: groups that may move. few: see FEW."""
     if sum(movable) <= few:
-        return list(_subsets(movable))
-    found: dict[Candidate, None] = {((False,) * len(movable), 0): None}
-    for moves in _tails(trace, movable):
-        found.update({(moves, in_flight): None for in_flight in (0, *IN_FLIGHT)})
-    movable_groups = [index for index, may in enumerate(movable) if may]
-    total = sum(trace.groups[index].bytes for index in movable_groups)
-    if trace.forward_us > 0 and total > 0:
+        found = list(_subsets(movable))
+        return Candidates(np.array([moves for moves, _ in found], dtype=bool).reshape(len(found), len(movable)),
+                          np.array([in_flight for _, in_flight in found]))
+    tails = list(_tails(trace, movable))
+    bounds = (0, *IN_FLIGHT)
+    moves = [np.repeat(np.array([[False] * len(movable), *tails]), len(bounds), axis=0)]
+    in_flight = [np.tile(bounds, len(tails) + 1)]
+    sizes = np.array([group.bytes if may else 0 for group, may in zip(trace.groups, movable)], dtype=float)
+    if trace.forward_us > 0 and sizes.sum() > 0:
         shares = [*((step + 1) / SHARES for step in range(SHARES)), *FASTER]
         # Small groups can keep a large one from its turn: once with them, once without.
-        for least in (0.0, total / len(movable_groups)):
-            large = [index for index in movable_groups if trace.groups[index].bytes >= least]
-            line = _Line(trace, large)
-            for share, in_flight in product(shares, IN_FLIGHT):
-                moves = line.in_step(share * total / trace.forward_us, in_flight)
-                found[(moves, in_flight)] = None
-                if in_flight == IN_FLIGHT[-1]:
-                    # Copies slower than the pace wait less behind one another with more of them in flight.
-                    found[(moves, 2 * in_flight)] = None
-    return list(found)
+        asked = list(product((0.0, sizes.sum() / sum(movable)), shares, IN_FLIGHT))
+        least, share, bound = (np.array(column) for column in zip(*asked))
+        allowed = np.array(movable) & (sizes >= least[:, None])
+        in_step = _in_step(trace, allowed, share * sizes.sum() / trace.forward_us, bound)
+        # Copies slower than the pace wait less behind one another with more of them in flight.
+        moves += [in_step, in_step[bound == IN_FLIGHT[-1]]]
+        in_flight += [bound, 2 * bound[bound == IN_FLIGHT[-1]]]
+    return _each_once(np.concatenate(moves), np.concatenate(in_flight))
 
 
-def _subsets(movable: Sequence[bool]) -> Iterator[Candidate]:
+def _each_once(moves: np.ndarray, in_flight: np.ndarray) -> Candidates:
+    """In the order given."""
+    keys = np.concatenate([np.packbits(moves, axis=1), in_flight[:, None].astype(np.uint8)], axis=1)
+    _, first = np.unique(keys, axis=0, return_index=True)
+    first.sort()
+    return Candidates(moves[first], in_flight[first])
+
+
+def _subsets(movable: Sequence[bool]) -> Iterator[tuple[tuple[bool, ...], int]]:
     """All of them, with every bound that makes a difference."""
     for moves in product(*((False, True) if may else (False,) for may in movable)):
         for in_flight in range(max(sum(moves), 1)):
             yield moves, in_flight
 
 
-def _tails(trace: OffloadTrace, movable: Sequence[bool]) -> Iterator[Moves]:
+def _tails(trace: OffloadTrace, movable: Sequence[bool]) -> Iterator[list[bool]]:
     """All but the 0, 1, 2, 4, 8, ... groups that backwards need first."""
     late = [index for index in trace.backward_order if movable[index]]
     kept = 0
     while kept <= len(late):
         stay = set(late[:kept])
-        yield tuple(may and index not in stay for index, may in enumerate(movable))
+        yield [may and index not in stay for index, may in enumerate(movable)]
         kept = max(2 * kept, 1)
 
 
-class _Line:
-    """The groups that may move, as plain numbers."""
+def _in_step(trace: OffloadTrace, allowed: np.ndarray, pace: np.ndarray, in_flight: np.ndarray) -> np.ndarray:
+    """The groups that are moved without waiting: bool [C, groups].
 
-    def __init__(self, trace: OffloadTrace, groups: Sequence[int]) -> None:
-        self.count, self.end_us = len(trace.groups), trace.forward_us
-        self.forward = [(index, trace.groups[index].forward_us, trace.groups[index].bytes) for index in groups]
-        may = set(groups)
-        self.backward = [(index, trace.groups[index].backward_us, trace.groups[index].bytes)
-                         for index in trace.backward_order if index in may]
-        self.first_us = trace.groups[trace.backward_order[0]].backward_us
-
-    def in_step(self, pace: float, in_flight: int) -> Moves:
-        """The groups that are moved at `pace` without waiting, with `in_flight` (1 or more) copies at most."""
-        moves, ends, end_us = [False] * self.count, [0.0] * in_flight, self.end_us
-        for index, now, nbytes in self.forward:
-            if ends[-in_flight] <= now:
-                end = max(ends[-1], now) + nbytes / pace
-                if end <= end_us:
-                    ends.append(end)
-                    moves[index] = True
-        free_at = self.first_us
-        for index, needed, nbytes in self.backward:
-            if moves[index]:
-                end = free_at + nbytes / pace
-                if end > needed:
-                    moves[index] = False
-                else:
-                    free_at = end
-        return tuple(moves)
+    allowed: bool [C, groups]. pace: of copies, float [C]. in_flight: copies at one time, 1 or more, int [C].
+    """
+    count, most = len(pace), int(in_flight.max())
+    moves, rows = np.zeros(allowed.shape, dtype=bool), np.arange(count)
+    # Ends of copies, oldest first, behind `most` that ended at 0; `following` is the place of the next one.
+    ends, following = np.zeros((count, allowed.shape[1] + most)), np.full(count, most)
+    for index, group in enumerate(trace.groups):
+        end = np.maximum(ends[rows, following - 1], group.forward_us) + group.bytes / pace
+        taken = allowed[:, index] & (ends[rows, following - in_flight] <= group.forward_us) & (end <= trace.forward_us)
+        ends[rows, following] = end
+        following += taken
+        moves[:, index] = taken
+    free_at = np.full(count, trace.groups[trace.backward_order[0]].backward_us)
+    for index in trace.backward_order:
+        end = free_at + trace.groups[index].bytes / pace
+        moves[:, index] &= end <= trace.groups[index].backward_us
+        free_at = np.where(moves[:, index], end, free_at)
+    return moves
