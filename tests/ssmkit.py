@@ -1,5 +1,6 @@
 """What the tests of packed convolution and SSD share: ids of documents, random inputs, outputs with all gradients."""
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,3 +45,18 @@ def distances(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[float]:
     """Relative distance of each pair, by norms."""
     return [float((x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-6))
             for x, y in zip(ours, theirs, strict=True)]
+
+
+def mend_interpreter(monkeypatch: Any) -> None:
+    """Let loops of interpreted kernels run to a bound that is a kernel's argument.
+
+    Triton 3.6 keeps scalars as arrays of one element and hands those to int(), which numpy refuses from 2.4 on.
+    """
+    from triton.runtime import interpreter
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)

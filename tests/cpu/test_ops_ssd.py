@@ -112,4 +112,4 @@ def test_shapes_that_do_not_fit_are_refused(place, shape):
 
 def test_why_there_is_no_kernel_is_said():
     found = "; ".join(ssd_problems(torch.device("cpu"), torch.float64, 129, 300, 48))
-    assert all(part in found for part in ("not on cpu", "not torch.float64", "not 129", "not 300", "not 48"))
+    assert all(part in found for part in ("not on cpu", "not torch.float64", "[129, 300]", "not 48"))

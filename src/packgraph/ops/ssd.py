@@ -24,7 +24,7 @@ from torch import Tensor
 from packgraph.ops.loss import HAS_TRITON
 
 CHUNKS = (16, 32, 64, 128, 256)
-MOST_HEAD_SIZE, MOST_STATE_SIZE = 128, 256
+MOST_STATE_BYTES = {torch.float32: 2**15, torch.bfloat16: 2**16, torch.float16: 2**16}  # that shared memory holds
 
 
 def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, document_ids: Tensor,
@@ -39,6 +39,9 @@ def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None
     Raises ValueError for shapes that do not fit together.
     """
     _check(x, dt, a, b, c, d, document_ids, chunk)
+    if not ssd_problems(x.device, x.dtype, x.shape[2], b.shape[2], chunk):
+        from packgraph.ops.ssd_op import ssd_by_kernels
+        return ssd_by_kernels(x, dt, a, b, c, d, document_ids, chunk)
     return chunked_ssd(x, dt, a, b, c, d, document_ids, chunk)
 
 
@@ -49,12 +52,11 @@ def ssd_problems(device: torch.device, dtype: torch.dtype, head_size: int, state
         found.append("Triton is not installed")
     if device.type != "cuda":
         found.append(f"the kernels run on CUDA, not on {device.type}")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in MOST_STATE_BYTES:
         found.append(f"the kernels take float32, bfloat16 and float16, not {dtype}")
-    if not 1 <= head_size <= MOST_HEAD_SIZE:
-        found.append(f"the kernels take heads of up to {MOST_HEAD_SIZE} columns, not {head_size}")
-    if not 1 <= state_size <= MOST_STATE_SIZE:
-        found.append(f"the kernels take states of up to {MOST_STATE_SIZE} columns, not {state_size}")
+    tile = 1 << max(head_size - 1, 15).bit_length() + max(state_size - 1, 15).bit_length()  # sizes as powers of two
+    if tile * dtype.itemsize > MOST_STATE_BYTES.get(dtype, 2**16):
+        found.append(f"a state of [{head_size}, {state_size}] in {dtype} is too large for the kernels")
     if chunk not in CHUNKS:
         found.append(f"the kernels take chunks of {', '.join(map(str, CHUNKS))} rows, not {chunk}")
     return found

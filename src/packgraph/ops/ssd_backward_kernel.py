@@ -1,0 +1,280 @@
+r"""Backward kernels of ops/ssd.py. Nothing but the inputs is kept from the forward: what it made is made again.
+
+With w_ij the weight of row j in row i (score, decay between them, step of j), per head and chunk:
+
+    _pairs     dy_i . x_j of every pair of rows, times decay and step: summed over heads the gradient of the score, and
+               times the score that of the log of every decay between the two rows
+    carry      the forward's kernel, backwards through the chunks: gradients of the states that leave each chunk
+    _shared    gradients of c and b, for all heads of a group together: from scores, then what the states add
+    _values    gradients of x, and of the step as a factor of x
+    _steps     gradients of decays of a chunk's rows, put together, and with them those of dt and a
+
+The gradient of the log of row k's decay is the sum over all pairs i >= k > j. It is added up from these pairs alone,
+tile by tile; as a difference of sums over rows (gradient of the decay up to i, minus that up to j) it would drown in
+the rounding of pairs that do not straddle k. A state that enters is one more row before the chunk, the gradient of one
+that leaves is one more behind it:
+
+          j  1 2 3 4 | 5 6 7 8
+    i 1..4   \ tile             columns[I, j]  of a tile: sum of pairs (i', j') with j' <= j < i', for k = j + 1
+      5..8   tile | \           rowsums[J, i]  of a tile below the diagonal: sum over its columns, for later k
+
+Where a group's heads are shared out among programs, sums over parts follow in a fixed order; nothing is atomic.
+"""
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from packgraph.ops.ssd_kernel import (
+    Sizes,
+    carry,
+    decay_between,
+    load_ids,
+    load_tile,
+    padded,
+    precision_of,
+    scores_of,
+    sizes_of,
+    tables_of,
+)
+
+ENOUGH_PROGRAMS = 256  # about two for every multiprocessor
+
+
+@triton.jit
+def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stride, dy_stride, width,  # type: ignore[no-untyped-def]
+           Q: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
+           TILE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """Tile (I, J) of one chunk for SHARE heads of a group; of_scores: [parts, N, G, Q, Q]."""
+    row_tile, column_tile = tl.program_id(1) // (Q // TILE), tl.program_id(1) % (Q // TILE)
+    if column_tile <= row_tile:
+        chunk, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
+        first, size = chunk * Q, HEADS * width.to(tl.int64)
+        i, j = row_tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
+        p = tl.arange(0, WIDE)
+        row_ids, column_ids = load_ids(ids, first + i, rows), load_ids(ids, first + j, rows)
+        same = (row_ids[:, None] == column_ids[None, :]) & (row_ids >= 0)[:, None] & (i[:, None] >= j[None, :])
+        place = i[:, None] * Q + j[None, :]
+        score = tl.load(scores + tl.program_id(0).to(tl.int64) * Q * Q + place).to(tl.float32)
+        total = tl.zeros([TILE, TILE], tl.float32)
+        for turn in range(SHARE):
+            head = group * (HEADS // GROUPS) + tl.program_id(2) * SHARE + turn
+            table = head.to(tl.int64) * width + first
+            weight = decay_between(same, tl.load(tables + size + table + i)[:, None],
+                                   tl.load(tables + size + table + j)[None, :])
+            outcome = load_tile(dy + first * dy_stride + head * P, i, dy_stride, p, row_ids >= 0, P)
+            value = load_tile(x + first * x_stride + head * P, j, x_stride, p, column_ids >= 0, P)
+            product = tl.dot(outcome.to(value.dtype), tl.trans(value), input_precision=PRECISION)
+            product = product * weight * tl.load(tables + table + j)[None, :]
+            total += product
+            straddling = tl.where(i[:, None] > j[None, :], product * score, 0.0)
+            sums = tl.cumsum(straddling, 1)
+            of_columns = tl.sum(tl.where(i[:, None] > j[None, :], sums, 0.0), 0)
+            tl.store(columns + row_tile * size + table + j, of_columns)
+            tl.store(rowsums + column_tile * size + table + i, tl.sum(straddling, 1))
+        part = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(of_scores + part * (Q * Q) + place, total.to(of_scores.dtype.element_ty))
+
+
+@triton.jit
+def _shared(value, key, of_scores, states, ids, tables, out, products, rows, value_stride, key_stride, query,  # type: ignore[no-untyped-def]
+            query_stride, width, Q: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+            GROUPS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, STATE: tl.constexpr,
+            QUERIES: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradient of c (QUERIES: value = dy, key = b, query = c) or b (value = x, key = c): [parts, T, G, S].
+
+    states: [N, H, P, S], what enters each chunk, or the gradient of what leaves it. With QUERIES also `products`
+    [H, N Q]: what each row takes from the state, times its gradient.
+    """
+    chunk, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
+    tile, part = tl.program_id(1), tl.program_id(2)
+    first, size = chunk * Q, HEADS * width.to(tl.int64)
+    i, p, s = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDE), tl.arange(0, STATE)
+    live = load_ids(ids, first + i, rows) >= 0
+    total = tl.zeros([TILE, STATE], tl.float32)
+    if part == 0:
+        score = of_scores + tl.program_id(0).to(tl.int64) * Q * Q
+        for other in range(0 if QUERIES else tile, tile + 1 if QUERIES else Q // TILE):
+            j = other * TILE + tl.arange(0, TILE)
+            place = i[:, None] * Q + j[None, :] if QUERIES else j[None, :] * Q + i[:, None]
+            theirs = load_tile(key + first * key_stride + group * S, j, key_stride, s,
+                               load_ids(ids, first + j, rows) >= 0, S)
+            total = tl.dot(tl.load(score + place).to(theirs.dtype), theirs, total, input_precision=PRECISION)
+    for turn in range(SHARE):
+        head = group * (HEADS // GROUPS) + part * SHARE + turn
+        table = tables + head.to(tl.int64) * width + first
+        own = load_tile(value + first * value_stride + head * P, i, value_stride, p, live, P)
+        state = tl.load(states + (chunk * HEADS + head) * (P * S) + (p[:, None] * S + s[None, :]),
+                        mask=(p < P)[:, None] & (s < S)[None, :], other=0.0)
+        found = tl.dot(own.to(state.dtype), state, input_precision=PRECISION)
+        if QUERIES:
+            found = found * tl.load(table + 2 * size + i)[:, None]
+            mine = load_tile(query + first * query_stride + group * S, i, query_stride, s, live, S).to(tl.float32)
+            tl.store(products + head.to(tl.int64) * width + first + i, tl.sum(found * mine, 1))
+            total += found
+        else:
+            total += found * (tl.load(table + 3 * size + i) * tl.load(table + i))[:, None]
+    place = i[:, None] * (GROUPS * S) + s[None, :]
+    here = out + ((part.to(tl.int64) * rows + first) * GROUPS + group) * S
+    tl.store(here + place, total.to(out.dtype.element_ty), mask=(first + i < rows)[:, None] & (s < S)[None, :])
+
+
+@triton.jit
+def _values(x, dy, b, d, ids, tables, scores, states, dx, direct, products, of_skip, rows, x_stride, dy_stride,  # type: ignore[no-untyped-def]
+            b_stride, width, Q: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
+            PER_GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr,
+            SKIP: tl.constexpr, PRECISION: tl.constexpr):
+    """dx [T, H, P]; `direct` [H, N Q]: gradient of the step but for decays; `products`: its part that the state has."""
+    head, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    group, first, size = head // PER_GROUP, chunk * Q, HEADS * width.to(tl.int64)
+    j, p = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDE)
+    table = tables + head.to(tl.int64) * width + first
+    column_ids = load_ids(ids, first + j, rows)
+    live = column_ids >= 0
+    found = tl.zeros([TILE, WIDE], tl.float32)
+    for part in tl.static_range(STATE // PART):
+        s = part * PART + tl.arange(0, PART)
+        key = load_tile(b + first * b_stride + group * S, j, b_stride, s, live, S)
+        of_state = tl.load(states + (chunk * HEADS + head) * (P * S) + (p[None, :] * S + s[:, None]),
+                           mask=(p < P)[None, :] & (s < S)[:, None], other=0.0)
+        found = tl.dot(key, of_state, found, input_precision=PRECISION)
+    found = found * tl.load(table + 3 * size + j)[:, None]
+    own = load_tile(x + first * x_stride + head * P, j, x_stride, p, live, P)
+    step, decay = tl.load(table + j), tl.load(table + size + j)
+    here = head.to(tl.int64) * width + first + j
+    tl.store(products + here, step * tl.sum(own.to(tl.float32) * found, 1))
+    score = scores + (chunk * (HEADS // PER_GROUP) + group) * Q * Q
+    for later in range(tile, Q // TILE):
+        i = later * TILE + tl.arange(0, TILE)
+        row_ids = load_ids(ids, first + i, rows)
+        same = (row_ids[None, :] == column_ids[:, None]) & live[:, None] & (i[None, :] >= j[:, None])
+        weight = decay_between(same, tl.load(table + size + i)[None, :], decay[:, None])
+        weight *= tl.load(score + (i[None, :] * Q + j[:, None])).to(tl.float32)
+        outcome = load_tile(dy + first * dy_stride + head * P, i, dy_stride, p, row_ids >= 0, P)
+        found = tl.dot(weight.to(outcome.dtype), outcome, found, input_precision=PRECISION)
+    tl.store(direct + here, tl.sum(own.to(tl.float32) * found, 1))
+    result = found * step[:, None]
+    if SKIP:
+        outcome = load_tile(dy + first * dy_stride + head * P, j, dy_stride, p, live, P).to(tl.float32)
+        result += tl.load(d + head).to(tl.float32) * outcome
+        place = (chunk * tl.num_programs(1) + tile) * HEADS + head
+        tl.store(of_skip + place, tl.sum(tl.sum(own.to(tl.float32) * outcome, 1), 0))
+    place = j[:, None] * (HEADS * P) + p[None, :]
+    inside = (first + j < rows)[:, None] & (p < P)[None, :]
+    tl.store(dx + (first * HEADS + head) * P + place, result.to(dx.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _steps(a, tables, columns, rowsums, entered, left, direct, through, ddt, of_rate, rows, width, pieces,  # type: ignore[no-untyped-def]
+           Q: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr):
+    """ddt [T, H] and of_rate [N, H], the chunk's share of the gradient of a."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, size = chunk * Q, HEADS * width.to(tl.int64)
+    table = head.to(tl.int64) * width + first
+    rate = tl.load(a + head).to(tl.float32)
+    piece, place = tl.arange(0, PIECES), tl.arange(0, TILE)
+    carried = tl.load(through + (head.to(tl.int64) * tl.num_programs(1) + chunk) * pieces + piece,
+                      mask=piece < pieces, other=0.0)
+    whole = tl.sum(carried, 0)
+    rate_sum = 0.0
+    for tile in range(Q // TILE):
+        k = tile * TILE + place
+        total = tl.zeros([TILE], tl.float32) + whole
+        for row_tile in range(tile, Q // TILE):
+            total += tl.load(columns + row_tile * size + table + k - 1, mask=place > 0, other=0.0)
+            i = row_tile * TILE + place
+            later = tl.load(entered + table + i)
+            for column_tile in range(tile):
+                later += tl.load(rowsums + column_tile * size + table + i)
+            total += tl.sum(tl.where(i[None, :] >= k[:, None], later[None, :], 0.0), 1)
+        for column_tile in range(tile + 1):
+            j = column_tile * TILE + place
+            earlier = tl.load(left + table + j)
+            total += tl.sum(tl.where(j[None, :] < k[:, None], earlier[None, :], 0.0), 1)
+        step = tl.load(tables + table + k)
+        rate_sum += tl.sum(step * total, 0)
+        of_step = tl.load(direct + table + k) + rate * total
+        tl.store(ddt + (first + k) * HEADS + head, of_step, mask=first + k < rows)
+    tl.store(of_rate + chunk * HEADS + head, rate_sum)
+
+
+def parts_of(programs: int, heads: int) -> int:
+    """Into how many equal parts `heads` heads of a group are shared out, so that there are enough programs."""
+    divisors = [parts for parts in range(1, heads + 1) if heads % parts == 0]
+    return next((parts for parts in divisors if programs * parts >= ENOUGH_PROGRAMS), heads)
+
+
+def backward(dy: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor,
+             chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of x [T, H, P], dt [T, H], a [H], b and c [T, G, S] and d [H], in their dtypes.
+
+    dy: [T, H, P], the gradient of y; the others as in `forward`; columns of dy, x, b and c lie side by side.
+    """
+    sizes = sizes_of(x, b, chunk)
+    tables, through = tables_of(dt, a, ids, sizes)
+    scores = scores_of(b, c, ids, sizes)
+    entering, _ = carry(x, b, ids, tables, through, sizes)
+    of_leaving, carried = carry(dy.to(x.dtype), c, ids, tables, through, sizes, entering)
+    of_scores, columns, rowsums = _pair_gradients(x, dy, ids, tables, scores, sizes)
+    dc, entered = _shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, query=c)
+    db, _ = _shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes)
+    dx, direct, left, of_skip = _value_gradients(x, dy, b, d, ids, tables, scores, of_leaving, sizes)
+    ddt = torch.empty(sizes.rows, sizes.heads, dtype=dt.dtype, device=x.device)
+    of_rate = torch.empty(sizes.chunks, sizes.heads, dtype=torch.float32, device=x.device)
+    _steps[(sizes.heads, sizes.chunks)](
+        a, tables, columns, rowsums, entered, left, direct, carried, ddt, of_rate, sizes.rows, tables.shape[2],
+        carried.shape[2], Q=chunk, HEADS=sizes.heads, TILE=sizes.tile,
+        PIECES=triton.next_power_of_2(carried.shape[2]))
+    dd = None if d is None else of_skip.sum((0, 1)).to(d.dtype)
+    return dx, ddt, of_rate.sum(0).to(a.dtype), db, dc, dd
+
+
+def _pair_gradients(x: Tensor, dy: Tensor, ids: Tensor, tables: Tensor, scores: Tensor,
+                    sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the scores [N, G, Q, Q], dtype of x, and columns and rowsums, float32 [tiles, H, N Q]."""
+    tiles, per_group = sizes.tiles, sizes.heads // sizes.groups
+    parts = parts_of(sizes.chunks * sizes.groups * tiles * (tiles + 1) // 2, per_group)
+    partial = torch.empty(parts, *scores.shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
+    columns, rowsums = torch.empty(2, tiles, *tables.shape[1:], dtype=torch.float32, device=x.device)
+    _pairs[(sizes.chunks * sizes.groups, tiles * tiles, parts)](
+        x, dy, ids, tables, scores, partial, columns, rowsums, sizes.rows, x.stride(0), dy.stride(0), tables.shape[2],
+        Q=sizes.chunk, P=sizes.columns, HEADS=sizes.heads, GROUPS=sizes.groups, SHARE=per_group // parts,
+        TILE=sizes.tile, WIDE=padded(sizes.columns), PRECISION=precision_of(x.dtype))
+    return _added(partial, x.dtype), columns, rowsums
+
+
+def _shared_gradient(value: Tensor, key: Tensor, of_scores: Tensor, states: Tensor, ids: Tensor, tables: Tensor,
+                     sizes: Sizes, query: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradient of `query`, or without one of b: [T, G, S], dtype of key; and what `_shared` says of products."""
+    per_group = sizes.heads // sizes.groups
+    parts = parts_of(sizes.chunks * sizes.groups * sizes.tiles, per_group)
+    out = torch.empty(parts, sizes.rows, sizes.groups, sizes.state, device=key.device,
+                      dtype=key.dtype if parts == 1 else torch.float32)
+    products = torch.empty(() if query is None else tables.shape[1:], dtype=torch.float32, device=key.device)
+    own = key if query is None else query
+    _shared[(sizes.chunks * sizes.groups, sizes.tiles, parts)](
+        value, key, of_scores, states, ids, tables, out, products, sizes.rows, value.stride(0), key.stride(0), own,
+        own.stride(0), tables.shape[2], Q=sizes.chunk, P=sizes.columns, S=sizes.state, HEADS=sizes.heads,
+        GROUPS=sizes.groups, SHARE=per_group // parts, TILE=sizes.tile, WIDE=padded(sizes.columns),
+        STATE=padded(sizes.state), QUERIES=query is not None, PRECISION=precision_of(key.dtype), num_warps=8)
+    return _added(out, key.dtype), products
+
+
+def _value_gradients(x: Tensor, dy: Tensor, b: Tensor, d: Tensor | None, ids: Tensor, tables: Tensor, scores: Tensor,
+                     of_leaving: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, direct and products of `_values`, and pieces of the gradient of d, float32 [N, tiles, H]."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    direct, products = torch.empty(2, *tables.shape[1:], dtype=torch.float32, device=x.device)
+    of_skip = torch.empty(sizes.chunks, sizes.tiles, sizes.heads, dtype=torch.float32, device=x.device)
+    _values[(sizes.heads, sizes.tiles, sizes.chunks)](
+        x, dy, b, tables if d is None else d, ids, tables, scores, of_leaving, dx, direct, products, of_skip,
+        sizes.rows, x.stride(0), dy.stride(0), b.stride(0), tables.shape[2], Q=sizes.chunk, P=sizes.columns,
+        S=sizes.state, HEADS=sizes.heads, PER_GROUP=sizes.heads // sizes.groups, TILE=sizes.tile,
+        WIDE=padded(sizes.columns), STATE=padded(sizes.state), PART=min(64, padded(sizes.state)), SKIP=d is not None,
+        PRECISION=precision_of(x.dtype))
+    return dx, direct, products, of_skip
+
+
+def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of [parts, ...], in the order of the parts."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)

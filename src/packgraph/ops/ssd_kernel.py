@@ -1,0 +1,266 @@
+"""Forward kernels of ops/ssd.py; its `naive_ssd` is what they compute, its `chunked_ssd` how.
+
+    tables   [4, H, N Q]   per row and head: step, log of the decay since document or chunk began, and two factors:
+                           `arriving`, of the state that enters the chunk, `leaving`, into the one that leaves it
+    scores   [N, G, Q, Q]  c_i . b_j of rows of a chunk, for all heads of a group; tiles on and below the diagonal only
+    states   [N, H, P, S]  what enters each chunk: one program carries a piece of a head's state through all chunks in
+                           float32 registers, and writes it down once per chunk, in the dtype of x
+    mixed    [T, H, P]     a tile of rows by one head: what the state adds, then tiles of earlier rows
+
+What stands in padding is not loaded. Sums run over rows in a fixed order and nothing is atomic, so results repeat
+bitwise; a pair of rows of two documents has the weight 0 exactly, and sums of decays start anew with each document.
+Tiles and warps are fixed, nothing is searched for: the first call of a shape compiles, later ones launch. Products are
+of x's dtype (float32: three products of tf32) and added up in float32. Offsets are 64-bit.
+
+Algorithm: Dao and Gu 2024, arXiv:2405.21060, section 6.
+"""
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_TILE_ROWS = 64
+TABLE_ROWS = 32
+STATE_COLUMNS = 32
+STEP, DECAY, ARRIVING, LEAVING, TABLES = 0, 1, 2, 3, 4
+
+
+class Sizes(NamedTuple):
+    """T rows of H heads with P columns, G groups with states of S columns, N chunks of Q rows."""
+
+    rows: int
+    heads: int
+    columns: int
+    groups: int
+    state: int
+    chunks: int
+    chunk: int
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return min(self.chunk, MOST_TILE_ROWS)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of rows in a chunk."""
+        return self.chunk // self.tile
+
+
+def sizes_of(x: Tensor, b: Tensor, chunk: int) -> Sizes:
+    """x: [T, H, P]; b: [T, G, S]; chunk: Q."""
+    (rows, heads, columns), (_, groups, state) = x.shape, b.shape
+    return Sizes(rows, heads, columns, groups, state, triton.cdiv(rows, chunk), chunk)
+
+
+def padded(size: int) -> int:
+    """Columns of a tile that holds `size` of them; products need 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@triton.jit
+def load_ids(ids, row, rows):  # type: ignore[no-untyped-def]
+    """Document ids of rows, -1 behind the end as in padding."""
+    return tl.load(ids + row, mask=row < rows, other=-1)
+
+
+@triton.jit
+def load_tile(start, row, stride, column, live, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """start[row * stride + column]: [rows, columns], 0 in padding and behind COUNT columns.
+
+    row counts from the chunk's first row, so that 32 bits are enough for offsets within a tile; start has the rest.
+    """
+    inside = live[:, None] & (column < COUNT)[None, :]
+    return tl.load(start + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def decay_between(same, decay, earlier):  # type: ignore[no-untyped-def]
+    """exp(decay - earlier) where `same`, else 0. The exponent is masked first: elsewhere it may be anything."""
+    return tl.where(same, tl.exp(tl.where(same, decay - earlier, 0.0)), 0.0)
+
+
+@triton.jit
+def _tables(dt, a, ids, tables, through, rows, dt_stride, width, chunks, Q: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    first = chunk.to(tl.int64) * Q
+    rate = tl.load(a + head).to(tl.float32)
+    column = tl.arange(0, Q)
+    column_ids = load_ids(ids, first + column, rows)
+    live = column_ids >= 0
+    step = tl.load(dt + (first + column) * dt_stride + head, mask=live, other=0.0).to(tl.float32)
+    log = step * rate
+    last = tl.load(ids + first + (Q - 1), mask=first + (Q - 1) < rows, other=-1)
+    before = tl.load(ids + first - 1, mask=chunk > 0, other=-1)
+    size = tl.num_programs(0).to(tl.int64) * width
+    here = tables + head.to(tl.int64) * width + first
+    # Masked sums, not scans of all rows: other documents add exactly 0.
+    whole = tl.sum(tl.where((column_ids == last) & live, log, 0.0), 0)
+    tl.store(through + head * chunks + chunk, tl.where((last == before) & (last >= 0), tl.exp(whole), 0.0))
+    tl.store(here + column, step)
+    for start in range(0, Q, ROWS):
+        row = start + tl.arange(0, ROWS)
+        row_ids = load_ids(ids, first + row, rows)
+        same = (row_ids[:, None] == column_ids[None, :]) & live[None, :]
+        decay = tl.sum(tl.where(same & (column[None, :] <= row[:, None]), log[None, :], 0.0), 1)
+        later = tl.sum(tl.where(same & (column[None, :] > row[:, None]), log[None, :], 0.0), 1)
+        tl.store(here + size + row, decay)
+        arrives, leaves = (row_ids == before) & (row_ids >= 0), (row_ids == last) & (row_ids >= 0)
+        tl.store(here + 2 * size + row, tl.where(arrives, tl.exp(decay), 0.0))
+        tl.store(here + 3 * size + row, tl.where(leaves, tl.exp(later), 0.0))
+
+
+@triton.jit
+def _scores(b, c, ids, scores, rows, b_stride, c_stride, Q: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr,  # type: ignore[no-untyped-def]
+            TILE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr):
+    column_tile, row_tile = tl.program_id(1), tl.program_id(2)
+    if column_tile <= row_tile:
+        chunk, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+        first = chunk.to(tl.int64) * Q
+        i, j = row_tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
+        column = tl.arange(0, WIDE)
+        of_row = load_tile(c + first * c_stride + group * S, i, c_stride, column,
+                           load_ids(ids, first + i, rows) >= 0, S)
+        of_column = load_tile(b + first * b_stride + group * S, j, b_stride, column,
+                              load_ids(ids, first + j, rows) >= 0, S)
+        found = tl.dot(of_row, tl.trans(of_column), input_precision=PRECISION)
+        here = scores + tl.program_id(0).to(tl.int64) * Q * Q
+        tl.store(here + (i[:, None] * Q + j[None, :]), found.to(scores.dtype.element_ty))
+
+
+@triton.jit
+def _carry(x, b, ids, tables, through, states, other, products, rows, x_stride, b_stride, width, chunks,  # type: ignore[no-untyped-def]
+           Q: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr,
+           WIDE: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, BACKWARD: tl.constexpr,
+           PRECISION: tl.constexpr):
+    """States [P, S] through all chunks: before each one, `states` gets what was carried so far. See `carry`."""
+    head, piece = tl.program_id(1), tl.program_id(0)
+    p, s = tl.arange(0, WIDE), piece * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (p < P)[:, None] & (s < S)[None, :]
+    place = p[:, None] * S + s[None, :]
+    size = HEADS * width.to(tl.int64)
+    table = tables + head.to(tl.int64) * width
+    state = tl.zeros([WIDE, COLUMNS], tl.float32)
+    for turn in range(chunks):
+        chunk = chunks - 1 - turn if BACKWARD else turn
+        first = chunk.to(tl.int64) * Q  # type: ignore[union-attr]
+        here = (chunk.to(tl.int64) * HEADS + head) * (P * S)  # type: ignore[union-attr]
+        tl.store(states + here + place, state.to(states.dtype.element_ty), mask=inside)
+        kept = tl.load(through + head * chunks + chunk)
+        if BACKWARD:
+            entering = tl.load(other + here + place, mask=inside, other=0.0).to(tl.float32)
+            product = tl.sum(tl.sum(entering * state, 1), 0)
+            tl.store(products + (head * chunks + chunk) * tl.num_programs(0) + piece, kept * product)
+        state = state * kept
+        for part in tl.static_range(Q // PART):
+            row = part * PART + tl.arange(0, PART)
+            live = load_ids(ids, first + row, rows) >= 0
+            if BACKWARD:
+                weight = tl.load(table + 2 * size + first + row)
+            else:
+                weight = tl.load(table + 3 * size + first + row) * tl.load(table + first + row)
+            value = load_tile(x + first * x_stride + head * P, row, x_stride, p, live, P)
+            key = load_tile(b + first * b_stride + head // PER_GROUP * S, row, b_stride, s, live, S)
+            weighted = (key.to(tl.float32) * weight[:, None]).to(value.dtype)
+            state = tl.dot(tl.trans(value), weighted, state, input_precision=PRECISION)
+
+
+@triton.jit
+def _mix(x, c, d, ids, tables, scores, states, y, rows, x_stride, c_stride, width, Q: tl.constexpr, P: tl.constexpr,  # type: ignore[no-untyped-def]
+         S: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+         STATE: tl.constexpr, PART: tl.constexpr, SKIP: tl.constexpr, PRECISION: tl.constexpr):
+    head, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    group, first = head // PER_GROUP, chunk * Q
+    i, p = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDE)
+    size = HEADS * width.to(tl.int64)
+    table = tables + head.to(tl.int64) * width + first
+    row_ids = load_ids(ids, first + i, rows)
+    live = row_ids >= 0
+    mixed = tl.zeros([TILE, WIDE], tl.float32)
+    for part in tl.static_range(STATE // PART):
+        s = part * PART + tl.arange(0, PART)
+        query = load_tile(c + first * c_stride + group * S, i, c_stride, s, live, S)
+        entering = tl.load(states + (chunk * HEADS + head) * (P * S) + (p[None, :] * S + s[:, None]),
+                           mask=(p < P)[None, :] & (s < S)[:, None], other=0.0)
+        mixed = tl.dot(query, entering, mixed, input_precision=PRECISION)
+    arriving = tl.load(table + 2 * size + i)
+    mixed = tl.where((arriving > 0)[:, None], mixed * arriving[:, None], 0.0)
+    decay = tl.load(table + size + i)
+    score = scores + (chunk * (HEADS // PER_GROUP) + group) * Q * Q
+    for earlier in range(tile + 1):
+        j = earlier * TILE + tl.arange(0, TILE)
+        column_ids = load_ids(ids, first + j, rows)
+        same = (row_ids[:, None] == column_ids[None, :]) & live[:, None] & (i[:, None] >= j[None, :])
+        weight = decay_between(same, decay[:, None], tl.load(table + size + j)[None, :])
+        weight *= tl.load(score + (i[:, None] * Q + j[None, :])).to(tl.float32) * tl.load(table + j)[None, :]
+        value = load_tile(x + first * x_stride + head * P, j, x_stride, p, column_ids >= 0, P)
+        mixed = tl.dot(weight.to(value.dtype), value, mixed, input_precision=PRECISION)
+    if SKIP:
+        own = load_tile(x + first * x_stride + head * P, i, x_stride, p, live, P).to(tl.float32)
+        mixed += tl.load(d + head).to(tl.float32) * own
+    place = i[:, None] * (HEADS * P) + p[None, :]
+    inside = (first + i < rows)[:, None] & (p < P)[None, :]
+    tl.store(y + (first * HEADS + head) * P + place, mixed.to(y.dtype.element_ty), mask=inside)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How products are formed; of 16-bit numbers they are exact anyway."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def tables_of(dt: Tensor, a: Tensor, ids: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """tables, float32 [4, H, N Q], and `through`, float32 [H, N]: what a state is multiplied with in each chunk."""
+    width = sizes.chunks * sizes.chunk
+    tables = torch.empty(TABLES, sizes.heads, width, dtype=torch.float32, device=dt.device)
+    through = torch.empty(sizes.heads, sizes.chunks, dtype=torch.float32, device=dt.device)
+    _tables[(sizes.heads, sizes.chunks)](dt, a, ids, tables, through, sizes.rows, dt.stride(0), width, sizes.chunks,
+                                         Q=sizes.chunk, ROWS=min(TABLE_ROWS, sizes.chunk))
+    return tables, through
+
+
+def scores_of(b: Tensor, c: Tensor, ids: Tensor, sizes: Sizes) -> Tensor:
+    """[N, G, Q, Q], dtype of b; tiles above the diagonal are not written."""
+    scores = b.new_empty(sizes.chunks, sizes.groups, sizes.chunk, sizes.chunk)
+    _scores[(sizes.chunks * sizes.groups, sizes.tiles, sizes.tiles)](
+        b, c, ids, scores, sizes.rows, b.stride(0), c.stride(0), Q=sizes.chunk, S=sizes.state, GROUPS=sizes.groups,
+        TILE=sizes.tile, WIDE=padded(sizes.state), PRECISION=precision_of(b.dtype))
+    return scores
+
+
+def carry(x: Tensor, b: Tensor, ids: Tensor, tables: Tensor, through: Tensor, sizes: Sizes,
+          entering: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """States that enter each chunk [N, H, P, S], dtype of x; or, with `entering`, the gradients of those that leave.
+
+    Backwards through the chunks, with the gradient of y for x and c for b, the same recurrence gives gradients of
+    states. The second result is then, float32 [H, N, pieces], pieces of the gradient of log(through): the product of a
+    state that enters with its gradient; otherwise it is empty.
+    """
+    pieces = triton.cdiv(sizes.state, STATE_COLUMNS)
+    states = x.new_empty(sizes.chunks, sizes.heads, sizes.columns, sizes.state)
+    products = torch.empty(0 if entering is None else (sizes.heads, sizes.chunks, pieces), dtype=torch.float32,
+                           device=x.device)
+    _carry[(pieces, sizes.heads)](
+        x, b, ids, tables, through, states, states if entering is None else entering, products, sizes.rows,
+        x.stride(0), b.stride(0), tables.shape[2], sizes.chunks, Q=sizes.chunk, P=sizes.columns, S=sizes.state,
+        HEADS=sizes.heads, PER_GROUP=sizes.heads // sizes.groups, WIDE=padded(sizes.columns), COLUMNS=STATE_COLUMNS,
+        PART=sizes.tile if x.dtype == torch.float32 else min(sizes.chunk, 128), BACKWARD=entering is not None,
+        PRECISION=precision_of(x.dtype))
+    return states, products
+
+
+def forward(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor,
+            chunk: int) -> Tensor:
+    """y [T, H, P]. Arguments as of `ssd`; columns of x, b and c must lie side by side."""
+    sizes = sizes_of(x, b, chunk)
+    tables, through = tables_of(dt, a, ids, sizes)
+    scores = scores_of(b, c, ids, sizes)
+    states, _ = carry(x, b, ids, tables, through, sizes)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _mix[(sizes.heads, sizes.tiles, sizes.chunks)](
+        x, c, a if d is None else d, ids, tables, scores, states, y, sizes.rows, x.stride(0), c.stride(0),
+        tables.shape[2], Q=chunk, P=sizes.columns, S=sizes.state, HEADS=sizes.heads,
+        PER_GROUP=sizes.heads // sizes.groups, TILE=sizes.tile, WIDE=padded(sizes.columns), STATE=padded(sizes.state),
+        PART=min(64, padded(sizes.state)), SKIP=d is not None, PRECISION=precision_of(x.dtype))
+    return y

@@ -1,0 +1,110 @@
+"""The kernels of convolution and SSD against the operations they replace, in Triton's interpreter."""
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ssmkit import NAN, distances, ids_of, mend_interpreter, ssd_inputs, with_gradients
+
+from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.ssd import chunked_ssd
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
+INSIDE = "TRITON_INTERPRET"
+inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
+LIMITS = {torch.float32: 3e-6, torch.float16: 5e-3}  # the interpreter knows no products of bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    if INSIDE in os.environ:
+        mend_interpreter(monkeypatch)
+
+
+def ssd_kernels(ids, chunk):
+    from packgraph.ops.ssd_op import ssd_by_kernels
+    return lambda *leaves: ssd_by_kernels(*leaves, ids, chunk)
+
+
+@inside
+@pytest.mark.parametrize(("lengths", "padding", "chunk", "sizes", "dtype"), [
+    ([1], 0, 16, {"heads": 1, "groups": 1}, torch.float32),
+    ([0, 3, 5, 1, 9, 17], 2, 16, {"heads": 4, "groups": 2}, torch.float16),
+    ([43], 3, 16, {"heads": 2, "groups": 1, "skip": False}, torch.float32),
+    ([100, 77], 23, 128, {"heads": 2, "groups": 2, "size": 20, "state": 70}, torch.float32),
+    ([], 17, 16, {"heads": 1, "groups": 1}, torch.float32),
+], ids=str)
+def test_ssd_equals_the_operations(lengths, padding, chunk, sizes, dtype):
+    """Outputs and all gradients; rows that lie apart; NaN in padding, from where nothing may come."""
+    ids = ids_of(lengths, padding, 2)
+    rows, used = len(ids), sum(lengths)
+    inputs = ssd_inputs(rows, dtype=dtype, **sizes)
+    grad = torch.randn(inputs[0].shape)
+    wide = [None if value is None else value.double() for value in inputs]
+    wanted = with_gradients(lambda *leaves: chunked_ssd(*leaves, ids, chunk), wide, grad.to(dtype).double())
+    for value in (inputs[0], inputs[1], inputs[3], inputs[4], grad):
+        value[used:] = NAN
+    inputs[0] = torch.cat([inputs[0], inputs[0]], 1)[:, : inputs[0].shape[1]]
+    found = with_gradients(ssd_kernels(ids, chunk), inputs, grad)
+    assert [x.dtype for x in found] == [dtype, *(x.dtype for x in inputs if x is not None)]
+    assert max(distances(found, wanted)) < LIMITS[dtype]
+    assert not any(found[place][used:].any() for place in (0, 1, 2, 4, 5))
+
+
+@inside
+def test_ssd_shares_heads_out_among_programs(monkeypatch):
+    from packgraph.ops import ssd_backward_kernel
+    ids, inputs, grad = ids_of([5, 9], 2), ssd_inputs(16, 4, 3, 1, 5), torch.randn(16, 4, 3)
+    results = []
+    for enough, parts in ((1, 1), (2, 2)):
+        monkeypatch.setattr(ssd_backward_kernel, "ENOUGH_PROGRAMS", enough)
+        assert ssd_backward_kernel.parts_of(1, 4) == parts
+        results.append(with_gradients(ssd_kernels(ids, 16), inputs, grad))
+    assert max(distances(*results)) < LIMITS[torch.float32]
+    assert [ssd_backward_kernel.parts_of(1, 6), ssd_backward_kernel.parts_of(2, 1)] == [2, 1]
+
+
+@inside
+def test_a_changed_document_leaves_the_others_in_kernels():
+    ids, changed = ids_of([5, 8, 16], 3), slice(5, 13)
+    inputs, grad = ssd_inputs(32, 1, 3, 1, 5), torch.randn(32, 1, 3)
+    before = with_gradients(ssd_kernels(ids, 16), inputs, grad)
+    for place in (0, 1, 3, 4):
+        inputs[place][changed] *= 1.7
+    grad[changed] += 3
+    after = with_gradients(ssd_kernels(ids, 16), inputs, grad)
+    kept = torch.ones(32, dtype=torch.bool)
+    kept[changed] = False
+    for place in (0, 1, 2, 4, 5):
+        assert torch.equal(before[place][kept], after[place][kept])
+        assert not torch.equal(before[place][~kept], after[place][~kept])
+
+
+@inside
+def test_long_decays_in_kernels():
+    ids, inputs = ids_of([22, 9], 1), ssd_inputs(32, 1, 3, 1, 5)
+    inputs[1] = inputs[1] * 300
+    wide = [value.double() for value in inputs]
+    wanted = with_gradients(lambda *leaves: chunked_ssd(*leaves, ids, 16), wide, torch.ones(32, 1, 3).double())
+    found = with_gradients(ssd_kernels(ids, 16), inputs, torch.ones(32, 1, 3))
+    assert max(distances(found, wanted)) < 1e-3  # decays are differences of sums of thousands, in float32
+
+
+@inside
+def test_compiled_ssd_holds_the_kernels():
+    ids, inputs, grad = ids_of([5, 9], 2), ssd_inputs(16, 1, 3, 1, 5), torch.randn(16, 1, 3)
+    compiled = torch.compile(ssd_kernels(ids, 16), fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(with_gradients(compiled, inputs, grad),
+                            with_gradients(ssd_kernels(ids, 16), inputs, grad), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
+def test_in_the_interpreter():
+    assert importlib.util.find_spec("triton") is not None
+    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
