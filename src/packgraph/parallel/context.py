@@ -1,7 +1,7 @@
 """Context parallelism: every row of tokens spread over the ranks of one mesh axis.
 
     one replica, cp = 2    rank 0   rows 0 .. T/2 - 1     everything but attention works on these alone
-                           rank 1   rows T/2 .. T - 1     attention: ops/context.py
+                           rank 1   rows T/2 .. T - 1     attention: ops/context.py; Mamba-2: ops/context_heads.py
 
     or, in zigzag          rank 0   quarters 0 and 3 of every document     ops/context_zigzag.py
                            rank 1   quarters 1 and 2                       attention: ops/context_zigzag_attention.py
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from packgraph.ops.context import ContextGroup, swap_parts
+from packgraph.ops.context_heads import ScanShape, ranks_problem
 from packgraph.parallel.mesh import Mesh
 from packgraph.plan.context_kind import ContextChoice, ContextWish, choose_context_kind
 
@@ -44,6 +45,10 @@ def context_problems(config: Any, ranks: int, heads_split: int = 1, wish: Contex
                      f"num_heads ({config.num_heads}{share}) must be a multiple of {ranks}")
     if scans and wish == "zigzag":
         found.append("rows cannot be cut in zigzag for Mamba-2 layers, which scan them in their order; use ulysses")
+    if scans:
+        mamba = config.mamba
+        problem = ranks_problem(ScanShape(mamba.num_heads, mamba.head_dim, mamba.groups, mamba.state), ranks)
+        found += [f"context parallelism in Mamba-2 layers (model.mamba): {problem}"] if problem else []
     return found
 
 

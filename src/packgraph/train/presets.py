@@ -5,6 +5,7 @@ from collections.abc import Callable
 from packgraph.models.config import DecoderConfig
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
+from packgraph.models.mamba_config import MambaConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config import ConfigError
 from packgraph.train.data.config import DataConfig
@@ -73,8 +74,45 @@ def moonlight() -> TrainConfig:
     )
 
 
+def hybrid_tiny() -> TrainConfig:
+    """A toy of the Nemotron-H family (Mamba-2, attention, feed-forward, experts) on bytes of Python's own library."""
+    return TrainConfig(
+        preset="hybrid-tiny",
+        model=DecoderConfig(
+            vocab_size=320, hidden_size=96, intermediate_size=256, num_layers=6, num_heads=4, num_kv_heads=2,
+            head_dim=24, rms_norm_eps=1e-5, qk_norm=False, pattern="M-M*ME", activation="relu2", rotary_share=0.0,
+            mamba=MambaConfig(num_heads=8, head_dim=24, state=16, groups=2, chunk=32),
+            experts=ExpertConfig(count=8, per_token=2, intermediate_size=64, shared=1, score="sigmoid", scaling=2.0,
+                                 score_bias=True, document_loss=1e-4)),
+        data=DataConfig(overlong="split"),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
+        graph=GraphConfig(capacities=(Capacity(256, 8), Capacity(512, 16), Capacity(1024, 32))),
+        run=RunConfig(steps=160, tokens_per_step=2048, checkpoint_every=80),
+    )
+
+
+def hybrid_1_6b() -> TrainConfig:
+    """A hybrid of 1.6B parameters in bfloat16, 0.6B of them for each token: 8 layers of Mamba-2, 8 of 32 experts, 2 of
+    attention; bring your own data and tokenizer.json."""
+    return TrainConfig(
+        preset="hybrid-1.6b",
+        model=DecoderConfig(
+            vocab_size=131_072, hidden_size=2048, intermediate_size=5632, num_layers=18, num_heads=16, num_kv_heads=4,
+            head_dim=128, rms_norm_eps=1e-5, qk_norm=False, max_position_embeddings=8192,
+            pattern="MEME*MEMEME*MEMEME", rotary_share=0.0,
+            mamba=MambaConfig(num_heads=64, head_dim=64, state=128, groups=8),
+            experts=ExpertConfig(count=32, per_token=4, intermediate_size=512, shared=1, score="sigmoid", scaling=2.5,
+                                 score_bias=True, document_loss=1e-3)),
+        data=DataConfig(overlong="split"),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100),
+        graph=GraphConfig(capacities=(Capacity(1024, 32), Capacity(2048, 64), Capacity(4096, 64))),
+        run=RunConfig(steps=1000, tokens_per_step=32_768, checkpoint_every=250, dtype="bfloat16"),
+    )
+
+
 PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    "qwen3-tiny": qwen3_tiny, "qwen3-0.6b": qwen3_0_6b, "moonlight-tiny": moonlight_tiny, "moonlight": moonlight}
+    "qwen3-tiny": qwen3_tiny, "qwen3-0.6b": qwen3_0_6b, "moonlight-tiny": moonlight_tiny, "moonlight": moonlight,
+    "hybrid-tiny": hybrid_tiny, "hybrid-1.6b": hybrid_1_6b}
 
 
 def preset(name: str) -> TrainConfig:

@@ -67,7 +67,9 @@ class DecoderLayer(nn.Module):
     def run_mamba(self, state: State) -> State:
         """Stage `mamba`: reads hidden, documents and context; replaces hidden."""
         hidden = state["hidden"]
-        branch = self.mamba(self.input_layernorm(hidden), state["documents"], state.get("context"))
+        with self.offload("mamba_norm"):
+            normed = self.input_layernorm(hidden)
+        branch = self.mamba(normed, state["documents"], state.get("context"))
         return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_mlp(self, state: State) -> State:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
+from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.context import ContextGroup, own_heads_back
 from packgraph.ops.context_heads import ScanShape, own_channels, own_heads, whole_scan_rows
 from packgraph.ops.conv import packed_causal_conv
@@ -61,20 +62,22 @@ class MambaMixer(nn.Module):
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(shape.num_heads, dtype=torch.float32))
                                             for _ in range(3))
         self.norm = GatedNorm(shape.inner, shape.groups, config.rms_norm_eps)
+        self.offload: Mark = nowhere
         self.out_proj = nn.Linear(shape.inner, config.hidden_size, bias=shape.bias)
 
     def forward(self, x: Tensor, document_ids: Tensor, context: ContextGroup | None = None) -> Tensor:
         """x: [T, H], this rank's rows; document_ids: int32 [T of all ranks], -1 in padding. Returns
         [T, H]."""
-        gate, columns, steps = self.in_proj(x).split(self.columns, dim=-1)
-        if context is None:
-            y = self._scan(columns, steps, document_ids, self.shape, lambda p: p, lambda p: p)
-        else:
-            columns, steps, shape = whole_scan_rows(columns, steps, self.shape, context)
-            y = self._scan(columns, steps, document_ids, shape, lambda p: own_channels(p, self.shape, context),
-                           lambda p: own_heads(p, context))
-            y = own_heads_back(y, context)
-        return self.out_proj(self.norm(y.flatten(1), gate))
+        with self.offload("mamba_scan", leave=document_ids):
+            gate, columns, steps = self.in_proj(x).split(self.columns, dim=-1)
+            if context is None:
+                y = self._scan(columns, steps, document_ids, self.shape, lambda p: p, lambda p: p)
+            else:
+                columns, steps, shape = whole_scan_rows(columns, steps, self.shape, context)
+                y = self._scan(columns, steps, document_ids, shape, lambda p: own_channels(p, self.shape, context),
+                               lambda p: own_heads(p, context))
+                y = own_heads_back(y, context)
+            return self.out_proj(self.norm(y.flatten(1), gate))
 
     def _scan(self, columns: Tensor, steps: Tensor, document_ids: Tensor, shape: ScanShape,
               channels_of: Callable[[Tensor], Tensor], heads_of: Callable[[Tensor], Tensor]) -> Tensor:

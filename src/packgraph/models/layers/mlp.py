@@ -36,7 +36,9 @@ class SquaredReluMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.offload: Mark = nowhere
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.relu(self.up_proj(x)).square())
+        with self.offload("mlp_act"):
+            return self.down_proj(F.relu(self.up_proj(x)).square())
