@@ -67,8 +67,9 @@ class OffloadTrace:
     """One microbatch of one chunk as warm-up saw it. Raises ValueError with all reasons when it cannot have been so.
 
     groups: in forward order. forward_us, backward_us: compute of the whole forward and backward. slots: microbatches
-    in flight at most, this one included. other_bytes: everything else that the device holds at the same time, of which
-    no plan gets rid (0: plans then speak of the groups alone).
+    in flight at most, this one included; of a rank with several like chunks, those of all of them. other_bytes:
+    everything else that the device holds at the same time, of which no plan gets rid (0: plans then speak of the groups
+    alone).
     """
 
     groups: tuple[OffloadGroup, ...]

@@ -42,6 +42,8 @@ class Candidates:
 
 def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> Candidates:
     """Sets to choose from, each once, nothing at all first. movable: groups that may move. few: see FEW."""
+    # Nothing is gained by moving nothing.
+    movable = [may and group.bytes > 0 for group, may in zip(trace.groups, movable)]
     if sum(movable) <= few:
         found = list(_subsets(movable))
         return Candidates(np.array([moves for moves, _ in found], dtype=bool).reshape(len(found), len(movable)),
