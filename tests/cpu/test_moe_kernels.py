@@ -3,6 +3,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed 
 INSIDE = "TRITON_INTERPRET"
 inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
 NAN = float("nan")
+bounds_from_memory = pytest.mark.skipif(
+    HAS_TRITON and version("triton").startswith("3.6.") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4),
+    reason="the interpreter of Triton 3.6 makes an error of loop bounds that were loaded, with NumPy 2.4 or newer")
 
 
 def routing(tokens: int, places: int, count: int, kind: str) -> torch.Tensor:
@@ -84,6 +88,7 @@ def test_activation_equals_the_operations(ends, width, dtype):
 
 
 @inside
+@bounds_from_memory
 @pytest.mark.parametrize("ends", [(0, 70, 70, 200), (64, 128, 192, 192), (0, 0, 0, 0), (1, 2, 3, 4)], ids=str)
 @pytest.mark.parametrize(("of_left", "of_right"), [(40, 24), (130, 300)])
 def test_products_are_added_to_what_is_there(ends, of_left, of_right):

@@ -29,7 +29,9 @@ def _add(total, left, right, offsets, of_left, of_right, left_stride, right_stri
         row = start.to(tl.int64) + tl.arange(0, ROWS)
         from_left = left + row[:, None] * left_stride + i[None, :]
         from_right = right + row[:, None] * right_stride + j[None, :]
-        acc = tl.zeros([LEFT, RIGHT], tl.float32)
+        place = expert.to(tl.int64) * of_left * of_right + i.to(tl.int64)[:, None] * of_right + j[None, :]
+        mask = in_left[:, None] & in_right[None, :]
+        acc = tl.load(total + place, mask=mask, other=0.0).to(tl.float32)  # beside the first rows, not after the last
         for first in range(start, end, ROWS):
             live = (first + tl.arange(0, ROWS)) < end
             x = tl.load(from_left, mask=live[:, None] & in_left[None, :], other=0.0)
@@ -37,10 +39,7 @@ def _add(total, left, right, offsets, of_left, of_right, left_stride, right_stri
             acc = tl.dot(tl.trans(x), y, acc)
             from_left += ROWS * left_stride
             from_right += ROWS * right_stride
-        place = expert.to(tl.int64) * of_left * of_right + i.to(tl.int64)[:, None] * of_right + j[None, :]
-        mask = in_left[:, None] & in_right[None, :]
-        before = tl.load(total + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(total + place, before + acc, mask=mask)
+        tl.store(total + place, acc, mask=mask)
 
 
 def add_products(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
