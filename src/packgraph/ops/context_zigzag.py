@@ -94,7 +94,7 @@ def tables_of(cu_seqlens: Tensor, tokens: int, size: int, place: int) -> ZigzagT
     source, valid, places = _every_row(actual, lengths, parts, starts, tokens, size, place)
     rows = tokens // size
     own = slice(place * rows, (place + 1) * rows)
-    excess = torch.where(starts[-1] * 2 > rows, torch.nan, 0.0)
+    excess = cu_seqlens.new_zeros((), dtype=torch.float32).masked_fill(2 * starts[-1] > rows, torch.nan)
     take, tail = _prefixes(parts, starts, tokens, size, place)
     cu_queries = _interleaved(2 * starts, parts).clamp(max=rows)
     cu_keys = _interleaved((2 * size + 1) * starts, (place + 1) * parts).clamp(max=take.shape[0])
