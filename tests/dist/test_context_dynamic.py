@@ -97,7 +97,8 @@ def verified(mesh, settings, layout):
 @pytest.mark.parametrize(("layout", "granularity", "steps"), [
     (CP4, "chunk", 4), pytest.param(CP2_PP2, "chunk", 5, marks=pytest.mark.slow),
     pytest.param(CP4, "layer", 5, marks=pytest.mark.slow), pytest.param(CP2_TP2, "chunk", 5, marks=pytest.mark.slow),
-    pytest.param(CP2_TP2, "layer", 5, marks=pytest.mark.slow), pytest.param(CP2_PP2, "layer", 5, marks=pytest.mark.slow),
+    pytest.param(CP2_TP2, "layer", 5, marks=pytest.mark.slow),
+    pytest.param(CP2_PP2, "layer", 5, marks=pytest.mark.slow),
     pytest.param(CP2_DP2, "layer", 5, marks=pytest.mark.slow)], ids=str)
 def test_another_number_of_ranks_in_every_microbatch_is_verified(layout, granularity, steps):
     """Bitwise against eager on every rank, and one process within rounding; see SwitchingSteps for what it runs."""

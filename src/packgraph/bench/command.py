@@ -10,6 +10,9 @@ from packgraph.bench.attention import COLUMNS as ATTENTION_COLUMNS
 from packgraph.bench.attention import AttentionOptions, bench_attention, usual_backends
 from packgraph.bench.capture import CAPTURE_WAYS, CaptureOptions, bench_capture
 from packgraph.bench.capture import COLUMNS as CAPTURE_COLUMNS
+from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
+from packgraph.bench.context import ContextOptions, bench_context
+from packgraph.bench.context_way import CONTEXT_WAYS
 from packgraph.bench.distributions import DISTRIBUTIONS
 from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
 from packgraph.bench.memory import MemoryOptions, bench_memory
@@ -28,6 +31,7 @@ from packgraph.bench.ways import STEP_WAYS
 from packgraph.ops.attention import BACKENDS
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch
+from packgraph.plan.context_request import PLACES
 from packgraph.plan.schedule import legal_microbatches
 from packgraph.train.config import ConfigError
 from packgraph.train.launch import choose_device
@@ -83,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     pipeline.add_argument("--pp", type=_count, metavar="N", help="pipeline ranks (default: all processes)")
     pipeline.add_argument("--chunks", type=_count, default=1, metavar="N", help="chunks per rank (default: 1)")
     pipeline.add_argument("--microbatches", type=_count, default=8, metavar="N", help="in a step (default: 8)")
+    context = add("context", "training steps, rows over one number of ranks or over what they need, under torchrun",
+                  _context)
+    _context_options(context)
     attention = add("attention", "the attention operation, by places for documents", _attention)
     _work_options(attention, [KILO * size for size in (1, 2, 4, 8, 16)])
     attention.add_argument("--ways", nargs="+", choices=CAPTURABLE, metavar="BACKEND",
@@ -107,6 +114,21 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_argument("--ways", nargs="+", choices=CAPTURE_WAYS, default=list(CAPTURE_WAYS), metavar="WAY",
                          help=f"(default: {' '.join(CAPTURE_WAYS)})")
     return parser
+
+
+def _context_options(context: argparse.ArgumentParser) -> None:
+    _work_options(context, [2 * KILO], models=("gpt-2048", "tiny"))
+    context.add_argument("--ways", nargs="+", choices=CONTEXT_WAYS, default=list(CONTEXT_WAYS), metavar="WAY",
+                         help=f"the first is what others are compared with (default: {' '.join(CONTEXT_WAYS)})")
+    context.add_argument("--rounds", type=_count, default=18, metavar="N", help="(default: 18)")
+    context.add_argument("--fixed", type=_count, metavar="N", help="ranks of every row of the fixed ways (default: 4, "
+                         "or all there are)")
+    context.add_argument("--places", type=_count, nargs="+", default=list(PLACES), metavar="N",
+                         help=f"for documents in a row (default: {' '.join(map(str, PLACES))})")
+    context.add_argument("--longest", type=_count, metavar="T", help="longest document (default: 8192, or what fits "
+                         "the fixed ways)")
+    context.add_argument("--microbatches", type=_count, default=8, metavar="N", help="in a step (default: 8)")
+    context.add_argument("--granularity", choices=["layer", "chunk"], default="chunk", help="(default: chunk)")
 
 
 def _step_options(step: argparse.ArgumentParser, ways: Sequence[str], tokens: list[int],
@@ -262,6 +284,22 @@ def _pipeline(asked: argparse.Namespace) -> int:
     rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
     return _finish(rows, lambda: bench_pipeline(options, device, launch, rows, Deadline(asked.seconds)),
                    f"bench pipeline on {ranks} ranks", PIPELINE_COLUMNS)
+
+
+def _context(asked: argparse.Namespace) -> int:
+    launch = Launch.read()
+    _refuse(_problems(asked))
+    device = choose_device(asked.device, launch)
+    work = _shared(asked, device, "layers", "places", "ways", "rounds", "microbatches", "granularity")
+    fixed = asked.fixed or min(4, launch.world)
+    tokens = work["tokens"]
+    assert isinstance(tokens, tuple)
+    longest = asked.longest or min(8 * KILO, fixed * min(tokens))
+    options = ContextOptions(ranks=launch.world, fixed=fixed, longest=longest, **work)  # type: ignore[arg-type]
+    _refuse(options.problems())
+    rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
+    return _finish(rows, lambda: bench_context(options, device, launch, rows, Deadline(asked.seconds)),
+                   f"bench context on {launch.world} ranks", CONTEXT_COLUMNS)
 
 
 def _finish(rows: Rows, run: Callable[[], None], title: str, columns: Sequence[tuple[str, Callable]]) -> int:

@@ -32,6 +32,9 @@ SHAPES = MappingProxyType({
                               num_heads=32, num_kv_heads=8, head_dim=128, tie_embeddings=True),
     "qwen3-8b": DecoderConfig(vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36,
                             num_heads=32, num_kv_heads=8, head_dim=128),
+    # The public workload of dynamic context parallelism says layers and hidden size; the rest is chosen here.
+    "gpt-2048": DecoderConfig(vocab_size=32_768, hidden_size=2048, intermediate_size=8192, num_layers=12, num_heads=16,
+                            num_kv_heads=16, head_dim=128, qk_norm=False),
     "moonlight": _all_experts(moonlight().model, 8),
     "moonlight-tiny": _all_experts(moonlight_tiny().model, 2),
 })
