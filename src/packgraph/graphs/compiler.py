@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.opaque import CompiledCode, unguarded
-from packgraph.graphs.pieces import Piece
+from packgraph.graphs.pieces import Piece, saving
 from packgraph.graphs.products import AddingCode, take_products
 from packgraph.graphs.signature import CONSTANTS
 from packgraph.graphs.traced import refuse_unsafe_graph, written_inputs
@@ -114,7 +114,8 @@ class Compiler:
     def _call(self, piece: Piece, code: Code, state: State) -> State:
         self._now = piece.name
         try:
-            return code(piece.owner, state)
+            with saving(piece, state):
+                return code(piece.owner, state)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
             raise _explained(piece, error) from error
 

@@ -208,7 +208,7 @@ class RecordedLanes(EmulatedLanes):
 
     def _note(self, copy: Copy, before: Copy | None, tensors: Sequence[torch.Tensor],
               run: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        after = None if before is None else before.native
+        after = None if before is None or before.scope != self.scope else before.native
 
         def queue(*given: torch.Tensor) -> None:
             for target in given if copy.lane == "back" else ():
@@ -219,6 +219,6 @@ class RecordedLanes(EmulatedLanes):
 
     def wait(self, copy: Copy) -> None:
         """See Lanes."""
-        if not copy.done:
+        if not copy.done and copy.scope == self.scope:  # those of earlier captures were joined there
             self._window.note(lambda: self._replays.finish(copy.native), [])
         super().wait(copy)

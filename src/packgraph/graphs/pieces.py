@@ -3,10 +3,12 @@
     stages    embed | attn mlp | attn mlp | ... | head
     pieces    [---]   [------]   [------]         [--]
 """
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from packgraph.plan.stages import Stage, State
 
@@ -37,3 +39,14 @@ def pieces_of(stages: Sequence[Stage]) -> tuple[Piece, ...]:
             pieces.append(Piece(owner, (method,), stage.name))
         last = stage.layer
     return tuple(pieces)
+
+
+def saving(piece: Piece, state: State) -> contextlib.AbstractContextManager[None]:
+    """The block that the piece's compiled code is to run in: the mark `offload` of its owner, if it has one, for all
+    that the code saves. What needs no gradient of the state is shared by all layers and stays.
+    """
+    mark = getattr(piece.owner, "offload", None)
+    if mark is None:
+        return contextlib.nullcontext()
+    return mark("layer", leave=[leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)
+                                and not leaf.requires_grad])

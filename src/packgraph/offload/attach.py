@@ -9,18 +9,25 @@ from torch import Tensor, nn
 from packgraph.offload.engine import Offload
 from packgraph.offload.marks import nowhere
 
+WHOLE = "layer"  # all that a compiled layer saves
+
 
 class LayerMark:
-    """The mark of one layer. Code that torch.compile traces passes it by: there the whole piece is a group."""
+    """The mark of one layer. Code that torch.compile traces passes it by: there the whole piece is one group."""
 
     def __init__(self, engine: Offload, number: int, layer: nn.Module) -> None:
         self.engine, self.number, self._layer = engine, number, [layer]
 
     def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
         """The block of the group `name`, see `marks.Mark`."""
-        if torch.compiler.is_compiling() or name not in self.engine.modules or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() \
+                or (name != WHOLE and name not in self.engine.modules):
             return contextlib.nullcontext()
-        return self.engine.group(name, self.number, self._stays(), leave)
+        return self.engine.group(name, self.number, self._stays, leave)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of a module has no engine."""
+        return nowhere
 
     def _stays(self) -> Sequence[Tensor]:
         return [*self._layer[0].parameters(), *self._layer[0].buffers()]

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.guard import capturing
@@ -53,6 +54,7 @@ class Pass:
     def __init__(self, lanes: Lanes, times: PassTimes | None) -> None:
         self.lanes, self.times = lanes, times
         self.seen: set[tuple[int, str]] = set()
+        self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
         self.entries: list[_Entry] = []
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
@@ -91,7 +93,7 @@ class Offload:
         self.modules, self.lanes, self.min_bytes, self.postpones = frozenset(modules), lanes, min_bytes, postpones
         self.in_flight, self.policy, self.measures = in_flight, policy, measures
         self.plan: OffloadPlan | None = None
-        self.trace: OffloadTrace | None = None
+        self._trace: OffloadTrace | None = None
         self._times: PassTimes | None = None
         self._index: dict[tuple[int, str], int] = {}
         self._backward: dict[int, int] = {KEPT: -1}
@@ -102,7 +104,7 @@ class Offload:
         """Do as `plan` says of `trace` from the next pass on. Raises ValueError when they do not fit together."""
         if len(plan.moves) != len(trace.groups):
             raise ValueError(f"the plan is of {len(plan.moves)} groups, the trace of {len(trace.groups)}")
-        self.plan, self.trace, self.in_flight = plan, trace, plan.in_flight
+        self.plan, self._trace, self.in_flight = plan, trace, plan.in_flight
         self._index = {(group.layer, group.name): place for place, group in enumerate(trace.groups)}
         self._backward = {place: number for number, place in enumerate(trace.backward_order)}
         self._pass = None
@@ -111,21 +113,26 @@ class Offload:
         """Plan for the largest pass that was traced, unless there is a plan. Raises RuntimeError without a trace."""
         if self.plan is not None or self.policy is None:
             return
-        self._note_trace()
         if self.trace is None:
             raise RuntimeError("there is nothing to plan offloading by: run a forward and its backward eagerly before "
                                "the first capture (graph.warmup), or give a plan to Offload.follow")
         self.follow(self.trace, self.policy(self.trace))
 
+    @property
+    def trace(self) -> OffloadTrace | None:
+        """The trace of the plan; before there is one that of the largest pass so far, for which the host waits."""
+        if self._trace is None and self._times is not None:
+            return self._times.trace()
+        return self._trace
+
     def end_step(self) -> None:
-        """The step is over, nothing is in flight: main waits for all copies, and the largest pass is kept as trace."""
+        """The step is over, nothing is in flight: main waits for all copies."""
         self.lanes.join()
-        self._note_trace()
         self._pass = None
 
     @contextlib.contextmanager
-    def group(self, name: str, layer: int, stays: Sequence[Tensor], leave: Any) -> Iterator[None]:
-        """The block of one group. stays: parameters and buffers of its layer. leave: more tensors that stay."""
+    def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
+        """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
         lanes = captured_lanes() or self.lanes
         if lanes is not self.lanes and self.plan is None:
             self.settle()
@@ -133,13 +140,15 @@ class Offload:
         if now is None or now.lanes is not lanes or (layer, name) in now.seen:
             now = self._begin(lanes)
         group = self._open(now, name, layer)
-        fixed = {_address(tensor) for tensor in [*stays, *tree_leaves(leave)] if isinstance(tensor, Tensor)}
+        if layer not in now.fixed:
+            now.fixed[layer] = {_address(tensor) for tensor in stays()}
+        fixed = now.fixed[layer].union(_address(leaf) for leaf in tree_leaves(leave) if isinstance(leaf, Tensor))
 
         def pack(tensor: Tensor) -> Handle | Tensor:
-            if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel() \
+            if type(tensor) not in (Tensor, DTensor) or tensor.layout is not torch.strided or not tensor.numel() \
                     or (tensor.is_leaf and tensor.requires_grad) or _address(tensor) in fixed:
                 return tensor
-            return group.pack(tensor, now.known(tensor))
+            return group.pack(tensor, now.known(local_tensor(tensor)))
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -147,7 +156,6 @@ class Offload:
 
     def _begin(self, lanes: Lanes) -> Pass:
         """Another pass. It is traced where it is an eager one of training, until there is a plan."""
-        self._note_trace()
         is_traced = lanes is self.lanes and self.plan is None and not capturing()
         self._pass = Pass(lanes, PassTimes(lanes) if is_traced else None)
         return self._pass
@@ -183,16 +191,13 @@ class Offload:
             lanes.wait(under_way.popleft())
 
     def _reached(self, now: Pass, group: Group) -> None:
-        if now.times is not None:
-            now.times.reached(group.order)
+        times = now.times
+        if times is not None:
+            times.reached(group.order)
+            if times.is_complete() and (self._times is None or times.nbytes > self._times.nbytes):
+                self._times = times
         for other in now.to_reload(group.order):
             other.start_reload()
-
-    def _note_trace(self) -> None:
-        """Keep the times of the pass if it is over and larger than those before."""
-        times = self._pass.times if self._pass is not None else None
-        if times is not None and times.is_complete() and (self._times is None or times.nbytes > self._times.nbytes):
-            self._times, self.trace = times, times.trace()
 
 
 def _address(tensor: Tensor) -> int:

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from packgraph.graphs.lanes import Copy, HostMemory, Lanes, aligned
+from packgraph.graphs.parameters import local_tensor
 
 COVERED = 0.5  # of memory that moves, by the views that were saved
 
@@ -46,7 +48,8 @@ class Memory:
 
 @dataclass(eq=False)
 class Handle:
-    """What autograd holds in place of a saved tensor. kept: the tensor itself, where its memory stays."""
+    """What autograd holds in place of a saved tensor. kept: the tensor itself, where its memory stays. placed: of a
+    DTensor, how its local part, which is what all else speaks of, lies on the mesh."""
 
     group: "Group"
     memory: Memory
@@ -56,6 +59,7 @@ class Handle:
     stride: tuple[int, ...]
     version: int
     kept: Tensor | None
+    placed: Any
     asked: bool = False
 
     def back(self) -> Tensor:
@@ -67,7 +71,7 @@ class Handle:
             if self.kept._version != self.version:
                 raise RuntimeError(f"a tensor of shape {self.size} that {self.group.name} of layer {self.group.layer} "
                                    "saved for backward was changed in place afterwards: write to a new tensor")
-            return self.kept
+            return self._placed(self.kept)
         whole = memory.group.bring(memory)
         if not self.asked:
             self.asked = True
@@ -76,7 +80,12 @@ class Handle:
             memory.restored = None
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             tensor = torch.empty(0, dtype=self.dtype, device=whole.device)
-            return tensor.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+            return self._placed(tensor.set_(whole.untyped_storage(), self.offset, self.size, self.stride))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        if self.placed is None:
+            return tensor
+        return DTensor.__tensor_unflatten__({"_local_tensor": tensor}, self.placed, None, None)
 
 
 class Group:
@@ -100,6 +109,10 @@ class Group:
 
     def pack(self, tensor: Tensor, memory: Memory | None) -> Handle:
         """The handle of `tensor`. memory: of an earlier group, None = this group's own."""
+        placed = None
+        if isinstance(tensor, DTensor):
+            (_, (spec, _)), tensor = tensor.__tensor_flatten__(), local_tensor(tensor)
+            placed = spec, False
         with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
             tensor = tensor.detach()  # without its graph, in which this handle will be
             if memory is None:
@@ -110,7 +123,7 @@ class Group:
         memory.covered += tensor.numel() * tensor.element_size()
         memory.waiting += 1
         handle = Handle(self, memory, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
-                        tuple(tensor.stride()), tensor._version, None if memory.moved else tensor)
+                        tuple(tensor.stride()), tensor._version, None if memory.moved else tensor, placed)
         if memory.group is self:
             self._handles.append(weakref.ref(handle))
         return handle

@@ -1,0 +1,142 @@
+"""Offloading changes no bit: every module, eager and captured, copies as early and as late as they may run."""
+import pytest
+import torch
+
+from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, same, train
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.graphed import graph
+from packgraph.models.decoder import DecoderModel
+from packgraph.offload.attach import attach
+from packgraph.offload.engine import Offload
+from packgraph.packing.batch import PackedBatch
+
+VARIED = {"counts": (1, 2, 1, 3), "capacities": CAPACITIES}
+SETS = [("attn_norm",), ("qkv_linear",), ("core_attn",), ("core_attn", "attn_proj"), ("mlp_norm",), ("mlp_act",)]
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return train(config())[0]
+
+
+@pytest.fixture(scope="module")
+def experts():
+    return train(config(experts=True))[0]
+
+
+@pytest.mark.parametrize("late", [("out",), ("back",)])
+@pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+def test_all_modules_are_bitwise_what_stays(granularity, late, dense):
+    found, engine, graphed = train(config(), DENSE, granularity=granularity, late=late)
+    assert same(found, dense)
+    assert engine.trace.bytes > 0
+    if graphed is not None:
+        assert graphed.stats.replayed == 3
+
+
+@pytest.mark.parametrize("granularity", [None, "chunk"])
+def test_any_number_of_microbatches_of_several_shapes(granularity):
+    found, _, _ = train(config(), DENSE, granularity=granularity, late=("out", "back"), **VARIED)
+    assert same(found, train(config(), **VARIED)[0])
+
+
+@pytest.mark.parametrize("modules", SETS)
+def test_every_module_by_itself(modules, dense):
+    found, engine, _ = train(config(), modules, granularity="chunk", late=("out", "back"))
+    assert same(found, dense)
+    assert {group.name for group in engine.trace.groups} == set(modules)
+    assert all(group.bytes > 0 for group in engine.trace.groups if group.name != "attn_proj")
+
+
+@pytest.mark.parametrize("granularity", [None, "chunk"])
+@pytest.mark.parametrize("knobs", [{"fraction": 0.0}, {"fraction": 0.5}, {"margin": None}, {"in_flight": 0}])
+def test_plans_are_followed_without_a_changed_bit(granularity, knobs, dense):
+    found, engine, _ = train(config(), DENSE, granularity=granularity, late=("out",), policy=by_hand(**knobs))
+    assert same(found, dense)
+    if granularity is not None:
+        assert engine.plan is not None
+        assert sum(engine.plan.moves) == {0.0: 0, 0.5: 6}.get(knobs.get("fraction"), sum(engine.plan.moves))
+
+
+@pytest.mark.parametrize("scope", [("attn",), ("mlp",)])
+@pytest.mark.parametrize("postpones", [False, True])
+def test_eager_stages_between_captured_ones(scope, postpones, dense):
+    found, _, graphed = train(config(), DENSE, granularity="layer", scope=scope, late=("out",), postpones=postpones)
+    assert same(found, dense)
+    assert graphed.stats.replayed == 3
+
+
+@pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+def test_experts(granularity, experts):
+    found, engine, _ = train(config(experts=True), EXPERTS, granularity=granularity, late=("out", "back"))
+    assert same(found, experts)
+    assert {group.name for group in engine.trace.groups} == set(EXPERTS)
+
+
+def test_graphs_need_less_memory():
+    taken = [train(config(layers=6), modules, granularity="chunk", counts=(1,) * 3, poison=False)[2].stats.pool_bytes
+             for modules in ((), DENSE)]
+    assert taken[1] < 0.5 * taken[0]
+
+
+def test_evaluation_between_steps_changes_nothing(dense):
+    """Calls without gradients, and forwards whose backward never comes, go by and leave no host memory taken."""
+    model = DecoderModel(config(), seed=1)
+    graphed = graph(model, capacities=CAPACITIES, warmup=2, strict=True)
+    engine = Offload(DENSE, graphed.capture_backend.lanes, min_bytes=1)
+    attach(engine, model)
+    batch = PackedBatch.build([[1, 2, 3], [4, 5]], CAPACITIES[0])
+    taken = []
+    for _ in range(4):
+        with torch.no_grad():
+            model.eval()
+            graphed(batch, torch.tensor(5))
+            model.train()
+        graphed(batch, torch.tensor(5))
+        graphed(batch, torch.tensor(5)).backward()
+        engine.end_step()
+        taken.append(engine.lanes.memories.arenas.nbytes())
+    assert taken[0] == taken[-1]
+
+
+def test_captures_before_anything_was_traced_are_refused():
+    model = DecoderModel(config(), seed=1)
+    graphed = graph(model, capacities=CAPACITIES, warmup=0, strict=True)
+    attach(Offload(DENSE, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand(fraction=0.5)), model)
+    with pytest.raises(CaptureError, match="nothing to plan offloading by"):
+        graphed(PackedBatch.build([[1, 2, 3]], CAPACITIES[0]), torch.tensor(3))
+
+
+def test_another_engine_means_other_graphs():
+    model = DecoderModel(config(), seed=1)
+    graphed = graph(model, capacities=CAPACITIES, warmup=0)
+    batch = PackedBatch.build([[1, 2, 3]], CAPACITIES[0])
+    graphed(batch, torch.tensor(3)).backward()
+    attach(Offload(DENSE, graphed.capture_backend.lanes, min_bytes=1), model)
+    with pytest.warns(UserWarning, match="offload"):
+        graphed(batch, torch.tensor(3)).backward()
+    assert graphed.stats.captured == 2 and graphed.stats.replayed == 2
+
+
+def test_a_module_without_marks_is_refused():
+    with pytest.raises(ValueError, match="no module with an attribute"):
+        attach(Offload(DENSE, None), torch.nn.Linear(2, 2))
+
+
+def test_a_compiled_layer_is_one_group():
+    settings, batch = config(), PackedBatch.build([[1, 2, 3], [4, 5, 6, 7]], CAPACITIES[0])
+    facts = []
+    for modules in ((), ("core_attn",)):
+        model = DecoderModel(settings, seed=1)
+        graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, compile="aot_eager")
+        if modules:
+            engine = Offload(modules, graphed.capture_backend.lanes, min_bytes=1)
+            engine.lanes.queues.late.add("out")
+            attach(engine, model)
+        torch.manual_seed(3)
+        for _ in range(2):
+            graphed(batch, torch.tensor(7)).backward()
+        facts.append([parameter.grad.clone() for parameter in model.parameters()])
+        assert graphed.stats.replayed == 1
+    assert same(*facts)
+    assert [(group.name, group.layer) for group in engine.trace.groups] == [("layer", 0), ("layer", 1)]

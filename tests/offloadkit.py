@@ -1,0 +1,98 @@
+"""Training with offloading on every backend: a small decoder, its engine, and everything that two runs must agree on."""
+import random
+from dataclasses import replace
+
+import torch
+
+from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.graphs.lanes_emulated import EmulatedLanes
+from packgraph.models.config import DecoderConfig
+from packgraph.models.decoder import DecoderModel
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.offload.attach import attach
+from packgraph.offload.engine import Offload
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.offload import CopySpeed
+from packgraph.plan.offload_knobs import OffloadKnobs, plan_by_knobs
+
+CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
+DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
+EXPERTS = (*DENSE, "expert_fc1", "moe_act")
+TOKENS = 40
+
+
+def config(layers: int = 2, experts: bool = False, **options) -> DecoderConfig:
+    made = DecoderConfig(vocab_size=TOKENS, hidden_size=16, intermediate_size=24, num_layers=layers, num_heads=4,
+                         num_kv_heads=2, head_dim=4, dropout=0.1, initializer_range=0.2, tie_embeddings=False,
+                         **options)
+    return replace(made, experts=ExpertConfig(count=4, per_token=2, intermediate_size=8, first_dense=1)) \
+        if experts else made
+
+
+def batches(count: int, capacities=CAPACITIES, seed: int = 0) -> list[PackedBatch]:
+    """Batches of all capacities in random order, with different padding."""
+    chance, made = random.Random(seed), []
+    for _ in range(count):
+        capacity = chance.choice(capacities)
+        made.append(PackedBatch.build([[chance.randrange(1, TOKENS) for _ in range(chance.randrange(2, 7))]
+                                       for _ in range(chance.randrange(1, capacity.documents // 2 + 2))], capacity))
+    return made
+
+
+def by_hand(**knobs):
+    """A policy of classic knobs; nothing is too small here."""
+    return lambda trace: plan_by_knobs(trace, CopySpeed(), OffloadKnobs(**{"min_bytes": 1, "margin": 0} | knobs))
+
+
+def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> Offload:
+    """An engine for `chunk`, on the lanes of `model` if that is graphed. late: lanes that run as late as they may."""
+    lanes = model.capture_backend.lanes if isinstance(model, GraphedModule) else EmulatedLanes(set())
+    if late:
+        lanes.queues.late.update(late)
+    engine = Offload(modules, lanes, **{"min_bytes": 1} | options)
+    attach(engine, chunk)
+    return engine
+
+
+def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1, 2, 1), capacities=CAPACITIES[:1], late=(), policy=None,
+          scope=None, poison=True, change=None, **options):
+    """Train steps of `counts` microbatches; all forwards of a step come before its backwards, which run in random
+    order. Returns [losses, gradients of every step], the engine and the graphed module or None.
+
+    change: called as change(engine, graphed) before the first step (negative controls).
+    """
+    model = called = DecoderModel(settings, seed=1)
+    if granularity is not None:
+        called = graph(model, capacities=capacities, backend="recorder", granularity=granularity, scope=scope,
+                       strict=True, warmup=2)
+    engine = engine_of(called, model, modules, late, policy=policy, **options) if modules else None
+    if change is not None:
+        change(engine, called)
+    torch.manual_seed(3)
+    order, facts, packs = random.Random(5), [], iter(batches(sum(counts), capacities))
+    for count in counts:
+        losses = []
+        for _ in range(count):
+            _poison(called, poison)
+            losses.append(called(next(packs), torch.tensor(20)))
+        for index in order.sample(range(count), count):
+            _poison(called, poison)
+            losses[index].backward()
+        facts += [loss.detach().clone() for loss in losses]
+        facts += [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        if engine is not None:
+            engine.end_step()
+    return facts, engine, called if granularity is not None else None
+
+
+def _poison(called, wanted: bool) -> None:
+    if wanted and isinstance(called, GraphedModule):
+        for slot in called._slots._free:
+            slot.poison()
+
+
+def same(left, right) -> bool:
+    assert len(left) == len(right)
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
