@@ -1,4 +1,4 @@
-"""Training with offloading on every backend: a small decoder, its engine, and everything that two runs must agree on."""
+"""Training with offloading: a small decoder, its engine, and everything that two runs must agree on."""
 import random
 from dataclasses import replace
 
@@ -55,20 +55,16 @@ def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> Off
     return engine
 
 
-def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1, 2, 1), capacities=CAPACITIES[:1], late=(), policy=None,
-          scope=None, poison=True, change=None, **options):
+def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1, 2, 1), capacities=CAPACITIES[:1],
+          late=(), policy=None, scope=None, poison=True, **options):
     """Train steps of `counts` microbatches; all forwards of a step come before its backwards, which run in random
     order. Returns [losses, gradients of every step], the engine and the graphed module or None.
-
-    change: called as change(engine, graphed) before the first step (negative controls).
     """
     model = called = DecoderModel(settings, seed=1)
     if granularity is not None:
         called = graph(model, capacities=capacities, backend="recorder", granularity=granularity, scope=scope,
                        strict=True, warmup=2)
     engine = engine_of(called, model, modules, late, policy=policy, **options) if modules else None
-    if change is not None:
-        change(engine, called)
     torch.manual_seed(3)
     order, facts, packs = random.Random(5), [], iter(batches(sum(counts), capacities))
     for count in counts:

@@ -1,8 +1,8 @@
 """Offloading changes no bit: every module, eager and captured, copies as early and as late as they may run."""
 import pytest
 import torch
-
 from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, same, train
+
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel

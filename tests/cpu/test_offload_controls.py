@@ -1,0 +1,217 @@
+"""What the lanes promise, and that the emulated ones notice when somebody does not keep to it."""
+from collections import deque
+
+import pytest
+import torch
+from offloadkit import DENSE, batches, config, engine_of, same, train
+
+from packgraph.graphs.lanes import Arenas, HostMemory, aligned
+from packgraph.graphs.lanes_emulated import EmulatedLanes, Queues, RecordedLanes, plain
+from packgraph.models.decoder import DecoderModel
+from packgraph.offload.attach import attach
+from packgraph.offload.engine import Offload
+from packgraph.offload.group import Group
+
+
+def numbers(value: float, count: int = 6) -> torch.Tensor:
+    return torch.full((count,), value).view(torch.uint8)
+
+
+def read(memory: torch.Tensor) -> list[float]:
+    return memory.view(torch.float32).tolist()
+
+
+@pytest.mark.parametrize("late", [(), ("out",), ("back",), ("out", "back")])
+def test_a_reload_brings_what_was_copied_out(late):
+    lanes = EmulatedLanes(set(late))
+    host = lanes.host(aligned(24))
+    lanes.out([numbers(1.0)], host)
+    target = torch.empty(24, dtype=torch.uint8)
+    back = lanes.back(host, [target])
+    lanes.wait(back)
+    assert read(target) == [1.0] * 6
+
+
+def reuse(lanes: EmulatedLanes, forget: bool) -> list[float]:
+    """Two groups one after another in the same host memory, while the first one's reload has not been waited for."""
+    target = torch.empty(24, dtype=torch.uint8)
+    host = lanes.host(aligned(24))
+    lanes.out([numbers(1.0)], host)
+    first = lanes.back(host, [target])
+    lanes.give_back(host)
+    again = lanes.host(aligned(24))
+    assert again is host
+    if forget:
+        again.last = None
+    lanes.wait(lanes.out([numbers(2.0)], again))
+    lanes.wait(first)
+    return read(target)
+
+
+def test_host_memory_is_written_again_after_its_reload_only():
+    assert reuse(EmulatedLanes({"back"}), forget=False) == [1.0] * 6
+    assert reuse(EmulatedLanes({"back"}), forget=True) != [1.0] * 6
+
+
+def test_memory_that_was_given_back_too_early_is_copied_as_nan():
+    lanes = EmulatedLanes({"out"})
+    host, source = lanes.host(aligned(24)), numbers(1.0)
+    copy = lanes.out([source], host)
+    copy.held = []
+    del source
+    lanes.wait(copy)
+    assert all(value != value for value in read(host.memory[:24]))
+
+
+def test_postponed_copies_copy_what_was_there_when_they_were_asked_for_at_the_next_launch():
+    lanes, queued = EmulatedLanes(), deque[int]()
+    lanes.postpone(lambda: queued.append(1))
+    assert not queued
+    lanes.launched()
+    lanes.launched()
+    assert list(queued) == [1]
+
+
+def test_arenas_double_and_hand_out_nothing_twice():
+    arenas = Arenas(plain)
+    taken = [arenas.take(400_000) for _ in range(12)]
+    starts = sorted((memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in taken)
+    assert all(end <= start for (_, end), (start, _) in zip(starts, starts[1:], strict=False))
+    assert [piece.numel() >> 20 for piece in arenas.pieces] == [1, 2, 4]
+    assert arenas.take(3 << 30 >> 8).numel() == 3 << 22
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return train(config(layers=3))[0]
+
+
+def reload_without_waiting_for_the_copy_out(patch):
+    add = Queues.add
+    patch.setattr(Queues, "add", lambda self, lane, number, after, run: add(self, lane, number, None, run))
+    start = Group.start_reload
+
+    def hasty(self):
+        if self.copy_out is not None:
+            self.copy_out.done = True
+            self.lanes.wait, wait = (lambda copy: None), self.lanes.wait
+            try:
+                start(self)
+            finally:
+                self.lanes.wait = wait
+
+    patch.setattr(Group, "start_reload", hasty)
+
+
+def use_without_waiting_for_the_reload(patch):
+    for lanes in (EmulatedLanes, RecordedLanes):
+        wait = lanes.wait
+        patch.setattr(lanes, "wait", lambda self, copy, wait=wait: None if copy.lane == "back" else wait(self, copy))
+
+
+def give_memory_back_at_once(patch):
+    queued = Offload._queued
+
+    def hasty(self, lanes, copy):
+        copy.held = []
+        queued(self, lanes, copy)
+
+    patch.setattr(Offload, "_queued", hasty)
+
+
+def end_captures_without_joining(patch):
+    patch.setattr(RecordedLanes, "join", lambda self: None)
+
+
+def never_take_other_host_memory(patch):
+    one = HostMemory(plain(1 << 20))
+    patch.setattr(EmulatedLanes, "host", lambda self, nbytes: one)
+
+
+@pytest.mark.parametrize(("broken", "late", "granularities"), [
+    (reload_without_waiting_for_the_copy_out, "out", (None, "chunk")),
+    (use_without_waiting_for_the_reload, "back", (None, "chunk")),
+    (give_memory_back_at_once, "out", (None, "chunk")),
+    (end_captures_without_joining, "out", ("layer",)),
+    (never_take_other_host_memory, "", (None, "chunk")),
+])
+def test_whatever_is_not_waited_for_is_a_wrong_number(broken, late, granularities, kept, monkeypatch):
+    broken(monkeypatch)
+    for granularity in granularities:
+        found, _, _ = train(config(layers=3), DENSE, granularity=granularity, late=(late,) if late else (), in_flight=8)
+        assert not same(found, kept), granularity
+
+
+def test_the_controls_differ_by_what_they_break_alone(kept):
+    for granularity in (None, "chunk", "layer"):
+        assert same(train(config(layers=3), DENSE, granularity=granularity, late=("out",), in_flight=8)[0], kept)
+
+
+def test_a_second_backward_through_what_has_moved_is_refused():
+    model = DecoderModel(config(), seed=1)
+    engine_of(model, model, DENSE)
+    loss = model(batches(1)[0], torch.tensor(9))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+class Changing(torch.nn.Module):
+    """Changes in place what its product has saved."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.offload, self.when = None, when
+
+    def forward(self, x):
+        with self.offload("core_attn"):
+            hidden = x * 2
+            out = hidden * self.weight
+            if self.when == "within":
+                hidden.add_(1)
+        if self.when == "after":
+            hidden.add_(1)
+        return out.sum()
+
+
+@pytest.mark.parametrize(("when", "moves", "raises"), [
+    ("within", True, True), ("within", False, True), ("after", False, True), ("after", True, False)])
+def test_tensors_changed_in_place_are_found_unless_they_were_copied_before(when, moves, raises):
+    module = Changing(when)
+    engine = Offload(("core_attn",), EmulatedLanes({"back"}), min_bytes=1, measures=not moves)
+    attach(engine, module)
+    loss = module(torch.arange(4.0))
+    if raises:
+        with pytest.raises(RuntimeError, match="changed in place"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert module.weight.grad.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_views_of_one_memory_are_one_copy_and_keep_their_layout():
+    class Views(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(6, 4))
+            self.offload = None
+
+        def forward(self, x):
+            with self.offload("core_attn"):
+                first, second = (x @ self.weight).split(2, dim=1)
+                return (first * second.sin()).sum()
+
+    results = []
+    for measures in (True, False):
+        torch.manual_seed(0)
+        module = Views()
+        engine = Offload(("core_attn",), EmulatedLanes({"out", "back"}), min_bytes=1, measures=measures)
+        attach(engine, module)
+        x = torch.randn(5, 6, requires_grad=True)
+        module(x).backward()
+        results.append([module.weight.grad, x.grad])
+        (group,) = engine.trace.groups
+        # The product [5, 4], of which both halves were saved, and the sine [5, 2]; x is a leaf.
+        assert (group.bytes, group.copies) == (4 * (5 * 4 + 5 * 2), 2)
+    assert same(*results)
