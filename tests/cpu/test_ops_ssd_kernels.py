@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from ssmkit import NAN, distances, ids_of, mend_interpreter, ssd_inputs, with_gradients
+from ssmkit import NAN, conv_inputs, distances, ids_of, mend_interpreter, ssd_inputs, with_gradients
 
+from packgraph.ops.conv import plain_packed_causal_conv
 from packgraph.ops.loss import HAS_TRITON
 from packgraph.ops.ssd import chunked_ssd
 
@@ -98,6 +99,35 @@ def test_compiled_ssd_holds_the_kernels():
     compiled = torch.compile(ssd_kernels(ids, 16), fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(with_gradients(compiled, inputs, grad),
                             with_gradients(ssd_kernels(ids, 16), inputs, grad), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@inside
+@pytest.mark.parametrize(("lengths", "padding", "channels", "taps", "bias", "activation"), [
+    ([0, 3, 1, 66, 2], 3, 130, 4, True, True), ([6], 0, 3, 4, False, True), ([2, 5], 2, 5, 3, True, False),
+    ([2, 5], 0, 5, 1, False, True), ([], 9, 4, 2, True, True),
+], ids=str)
+def test_convolution_equals_the_operations(lengths, padding, channels, taps, bias, activation):
+    from packgraph.ops.conv_kernel import convolve
+    ids, used = ids_of(lengths, padding, 1), sum(lengths)
+    inputs = conv_inputs(len(ids), channels, taps, bias=bias)
+    grad = torch.randn(len(ids), channels)
+    wanted = with_gradients(lambda *leaves: plain_packed_causal_conv(*leaves, ids, activation), inputs, grad)
+    inputs[0][used:], grad[used:] = NAN, NAN
+    inputs[0] = torch.cat([inputs[0], inputs[0]], 1)[:, :channels]
+    found = with_gradients(lambda *leaves: convolve(*leaves, ids, activation), inputs, grad)
+    assert [x.shape for x in found] == [x.shape for x in wanted]
+    assert max(distances(found, wanted)) < LIMITS[torch.float32]
+    assert not found[0][used:].any() and not found[1][used:].any()
+
+
+@inside
+def test_compiled_convolution_holds_the_kernel():
+    from packgraph.ops.conv_kernel import convolve
+    ids, inputs, grad = ids_of([5, 9], 2), conv_inputs(16), torch.randn(16, 6)
+    compiled = torch.compile(convolve, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(with_gradients(lambda *leaves: compiled(*leaves, ids, True), inputs, grad),
+                            with_gradients(lambda *leaves: convolve(*leaves, ids, True), inputs, grad), strict=True):
         assert torch.equal(ours, theirs)
 
 

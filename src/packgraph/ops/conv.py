@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packgraph.ops.loss import HAS_TRITON
 
-MOST_TAPS = 8
+MOST_TAPS = 4  # Mamba-2 has four
 
 
 def packed_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor,
@@ -28,6 +28,9 @@ def packed_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, document_
     Raises ValueError for shapes that do not fit together.
     """
     _check(x, weight, bias, document_ids)
+    if not conv_problems(x.device, x.dtype, weight.shape[1]):
+        from packgraph.ops.conv_kernel import convolve
+        return convolve(x, weight, bias, document_ids, activation)
     return plain_packed_causal_conv(x, weight, bias, document_ids, activation)
 
 
