@@ -80,3 +80,26 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch):
         assert graphed.claim((x,), {}) == "capture failed"
     held.ticket.release()
     assert len(tries) == 1
+
+
+class Optional(Scored):
+    """A call with arguments that may be left out, as a decoder's: tokens or hidden states, a number of ranks."""
+
+    def forward(self, tokens, x, ranks=None):
+        return super().forward(x) * (1 if ranks is None else ranks)
+
+
+def test_calls_with_constants_are_known_too(monkeypatch):
+    torch.manual_seed(0)
+    graphed, x = graph(Optional(), warmup=0), torch.randn(3, 4)
+    forward_backward(graphed, None, x, 2)
+    forward_backward(graphed, None, x, None)
+    looked, look = [], graphed_module.signature
+    monkeypatch.setattr(graphed_module, "signature", lambda *call: looked.append(call) or look(*call))
+    with graphed.steady():
+        for ranks in (2, None, 2, None, 2):
+            expected = graphed.module(None, x, ranks)
+            assert torch.equal(forward_backward(graphed, None, x, ranks), expected.detach())
+        assert len(looked) == 2, "each once"
+        assert forward_backward(graphed, None, x, True).equal(graphed.module(None, x, True).detach())
+        assert len(looked) == 3, "True is not 1, nor 2"

@@ -13,6 +13,8 @@ from packgraph.graphs import fallback
 from packgraph.graphs.signature import Signature, modes
 from packgraph.packing.batch import PackedBatch
 
+PLAIN = (type(None), bool, int, str)  # constants whose value tells them apart
+
 
 class Steady:
     """Calls that could be replayed in this block, by what tells them apart."""
@@ -46,6 +48,8 @@ class Steady:
                 facts.append((arg.capacity, arg.data.device))
             elif type(arg) is torch.Tensor:
                 facts.append((arg.shape, arg.dtype, arg.requires_grad, arg.stride(), arg.device))
+            elif type(arg) in PLAIN:
+                facts.append((type(arg), arg))
             else:
                 return None
         return tuple(facts)
@@ -53,6 +57,6 @@ class Steady:
 
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a call, in the order of its pytree."""
-    if not kwargs and all(type(arg) is torch.Tensor or type(arg) is PackedBatch for arg in args):
-        return [arg.data if type(arg) is PackedBatch else arg for arg in args]
+    if not kwargs and all(type(arg) is torch.Tensor or type(arg) is PackedBatch or type(arg) in PLAIN for arg in args):
+        return [arg.data if type(arg) is PackedBatch else arg for arg in args if type(arg) not in PLAIN]
     return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
