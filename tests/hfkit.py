@@ -7,6 +7,7 @@ from model_batches import hand_batch, random_documents
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.hf import save_pretrained
+from packgraph.models.hf_families import family_of
 
 # Two float32 programs that sum up to 64 terms in different order through up to three layers: measured differences are
 # below 3e-6 of each tensor's largest entry; RELATIVE leaves room for other builds of the matrix product.
@@ -14,10 +15,10 @@ RELATIVE = 2e-5
 EXPERTS = "set_experts_implementation"  # of versions that choose kernels for experts; eager = one by one
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
-    """No entry differs by more than RELATIVE of the largest one."""
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str, relative: float = RELATIVE) -> None:
+    """No entry differs by more than `relative` of the largest one."""
     error = (ours - theirs).abs().max()
-    assert error <= RELATIVE * theirs.abs().max() + 1e-9, f"{name}: {error} of {theirs.abs().max()}"
+    assert error <= relative * theirs.abs().max() + 1e-9, f"{name}: {error} of {theirs.abs().max()}"
 
 
 def randomised(config: DecoderConfig, seed: int) -> DecoderModel:
@@ -44,8 +45,11 @@ def theirs_from(folder: Path, implementation: str = "sdpa") -> Any:
 
 
 def compare_with_transformers(ours: DecoderModel, folder: Path, lengths: list[int], rows: int,
-                              implementation: str = "sdpa") -> None:
-    """Save `ours`, load it there; logits and all gradients must agree for documents of these lengths in `rows` rows."""
+                              implementation: str = "sdpa", relative: float = RELATIVE) -> None:
+    """Save `ours`, load it there; logits and all gradients must agree for documents of these lengths in `rows` rows.
+
+    relative: of gradients.
+    """
     save_pretrained(ours, folder)
     theirs = theirs_from(folder, implementation)
     documents = random_documents(lengths, ours.config.vocab_size, seed=3)
@@ -60,7 +64,10 @@ def compare_with_transformers(ours: DecoderModel, folder: Path, lengths: list[in
         start += len(document)
         targets = torch.tensor(document[1:], dtype=torch.int64)
         (torch.nn.functional.cross_entropy(expected[:-1], targets, reduction="sum") / count).backward()
-    gradients = {name.removeprefix("model."): value.grad for name, value in theirs.named_parameters()}
-    assert {name for name, _ in ours.named_parameters()} == set(gradients)
-    for name, parameter in ours.named_parameters():
-        assert_close(parameter.grad, gradients[name], name)
+    gradients = {name.removeprefix(f"{theirs.base_model_prefix}."): value.grad
+                 for name, value in theirs.named_parameters()}
+    family = family_of(ours.config)
+    named = {family.tensor_name(name, ""): parameter for name, parameter in ours.named_parameters()}
+    assert set(named) == set(gradients)
+    for name, parameter in named.items():
+        assert_close(parameter.grad, gradients[name], name, relative)

@@ -23,11 +23,12 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 from packgraph.models.hf_experts import split_experts
+from packgraph.models.hf_families import family_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_NAMED = 5  # tensors named in one error message
 
@@ -70,7 +71,7 @@ def save_pretrained(model: DecoderModel, path: str | Path, *, max_shard_bytes: i
     present = sorted(file.name for file in folder.iterdir() if file.name in (CONFIG, WEIGHTS, INDEX))
     if present:
         raise FileExistsError(f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder.")
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in _stored(model).items()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in stored_tensors(model).items()}
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         _write_tensors(folder / WEIGHTS, shards[0])
@@ -129,12 +130,14 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
 
 def _fill(model: DecoderModel, files: Mapping[str, Path], folder: Path) -> None:
     """Copy every stored tensor into its parameter; refuse missing, unexpected and mis-shaped ones."""
-    targets = _stored(model)
+    family = family_of(model.config)
+    prefix = next((prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in files)), None)
+    targets, embedding = stored_tensors(model, prefix), family.tensor_name(EMBEDDING, prefix)
     missing = [name for name in targets if name not in files]
     if missing:
         raise WeightsError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
     if model.config.tie_embeddings and HEAD in files:  # some checkpoints store the tied matrix twice
-        targets = {**targets, HEAD: torch.empty_like(targets[EMBEDDING])}
+        targets = {**targets, HEAD: torch.empty_like(targets[embedding])}
     unexpected = [f"{name} in {file.name}" for name, file in files.items() if name not in targets]
     if unexpected:
         raise WeightsError(f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for.")
@@ -146,8 +149,8 @@ def _fill(model: DecoderModel, files: Mapping[str, Path], folder: Path) -> None:
                 raise WeightsError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
             for name in names:
                 _copy(stored.get_tensor(name), targets[name], name, file)
-    if model.config.tie_embeddings and HEAD in files and not torch.equal(targets[HEAD], targets[EMBEDDING]):
-        raise WeightsError(f"{files[HEAD]}: {HEAD} differs from {EMBEDDING}, but {CONFIG} ties the two. "
+    if model.config.tie_embeddings and HEAD in files and not torch.equal(targets[HEAD], targets[embedding]):
+        raise WeightsError(f"{files[HEAD]}: {HEAD} differs from {embedding}, but {CONFIG} ties the two. "
                               "Set tie_word_embeddings to false there, or drop the tensor.")
 
 
@@ -169,10 +172,11 @@ def _open(file: Path) -> Iterator[Any]:
         raise WeightsError(f"{file} is damaged or no safetensors file: {error}") from error
 
 
-def _stored(model: DecoderModel) -> dict[str, Tensor]:
-    """The live tensors of `model` as a checkpoint names them."""
-    return split_experts({name if name == HEAD else f"model.{name}": tensor
-                          for name, tensor in model.state_dict().items()})
+def stored_tensors(model: DecoderModel, prefix: str | None = None) -> dict[str, Tensor]:
+    """The live tensors of `model` as a checkpoint names them; prefix: what names begin with there, None as they are
+    written here."""
+    family = family_of(model.config)
+    return split_experts({family.tensor_name(name, prefix): tensor for name, tensor in model.state_dict().items()})
 
 
 def _named(names: list[str]) -> str:

@@ -11,31 +11,24 @@ import torch
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.hf_families import (
-    DEEPSEEK_V3,
-    FAMILIES,
-    RECORDED,
-    Family,
-    Key,
-    family_of,
-    kind_of,
-    value_of,
-)
-from packgraph.models.hf_rope import read_rope, write_rope
+from packgraph.models.hf_families import DEEPSEEK_V3, FAMILIES, RECORDED, family_of
+from packgraph.models.hf_family import Family, Key, kind_of, value_of
+from packgraph.models.hf_rope import Rope, read_rope, write_rope
 from packgraph.models.latent_config import LatentConfig, RopeScaling
+from packgraph.models.mamba_config import MambaConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Fields that decide which function weights compute, by their names with dots.
 SHAPE: tuple[str, ...] = tuple(dict.fromkeys(
     [field for family in FAMILIES for field in (*family.fields, *family.fixed) if field not in RECORDED]
-    + ["rope_theta"] + [f"latent.scaling.{name}" for name in RopeScaling.__annotations__]))
+    + ["rope_theta", "rotary_share", "mamba.head_dim", "mamba.smallest_step"]
+    + [f"latent.scaling.{name}" for name in RopeScaling.__annotations__]))
 
 
 def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
     """DecoderConfig of a parsed config.json. Raises ValueError with every reason why there is none."""
-    family, reasons = _family(description)
-    if family is None:
-        raise ValueError("no model that can be loaded here: " + "; ".join(reasons))
+    family = family_from(description)
+    reasons: list[str] = []
     values: dict[str, Any] = dict(family.fixed)
     for field, key in family.fields.items():
         value = _read(description, key)
@@ -44,10 +37,12 @@ def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
         elif not _is(value, kind_of(field)):
             reasons.append(f"{key.name} is {value!r}, not {kind_of(field).__name__}")
         values[field] = value
-    rope = read_rope(description, scaled=family is DEEPSEEK_V3)
+    rope = read_rope(description, scaled=family is DEEPSEEK_V3) if family.rotary else Rope()
     reasons += _unsupported(description, family) + rope.reasons
     if family is DEEPSEEK_V3 and not reasons:
         reasons += _complete_latent(description, values)
+    if not reasons:
+        reasons += family.complete(description, values)
     if reasons:
         raise ValueError(f"no {family.architecture} that can be loaded here: " + "; ".join(reasons))
     return _build({**values, "rope_theta": rope.theta}, rope.scaling)
@@ -59,16 +54,17 @@ def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     Raises ValueError when transformers has no such model.
     """
     family = family_of(config)
-    if differing := _not_of(family, config):
+    if differing := [*_not_of(family, config), *family.refuse(config)]:
         raise ValueError(f"{family.architecture} has no model with {', '.join(differing)}; this one cannot be saved "
                          "as one.")
     content: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{key: list(value) if isinstance(value, tuple) else value for key, value in family.only.items()},
-        **write_rope(config.rope_theta, config.latent.scaling),
+        **(write_rope(config.rope_theta, config.latent.scaling) if family.rotary else {}),
         "torch_dtype": str(dtype).removeprefix("torch."),
         **{key.name: value_of(config, field) for field, key in family.fields.items()},
+        **family.write(config),
     }
     if family is DEEPSEEK_V3:
         content |= {"num_key_value_heads": config.num_heads, "q_lora_rank": config.latent.query_rank or None}
@@ -90,13 +86,15 @@ def shape_values(config: DecoderConfig) -> dict[str, Any]:
     return {field: value_of(config, field) for field in SHAPE}
 
 
-def _family(description: Mapping[str, Any]) -> tuple[Family | None, list[str]]:
+def family_from(description: Mapping[str, Any]) -> Family:
+    """The architecture of a parsed config.json. Raises ValueError for one that is not known here."""
     architectures = description.get("architectures") or [description.get("model_type")]
     for family in FAMILIES:
         if architectures in ([family.architecture], [family.model_type]):
-            return family, []
+            return family
     known = ", ".join(family.architecture for family in FAMILIES)
-    return None, [f"the architecture is {architectures}, only {known} are known"]
+    raise ValueError("no model that can be loaded here: "
+                     f"the architecture is {architectures}, only {known} are known")
 
 
 def _read(description: Mapping[str, Any], key: Key) -> Any:
@@ -115,7 +113,8 @@ def _build(values: Mapping[str, Any], scaling: RopeScaling) -> DecoderConfig:
     top = {name: value for name, value in values.items() if "." not in name}
     experts = section("experts.")
     return DecoderConfig(**top, latent=LatentConfig(**section("latent."), scaling=scaling),
-                         experts=ExpertConfig(**experts) if experts.get("count") else ExpertConfig())
+                         experts=ExpertConfig(**experts) if experts.get("count") else ExpertConfig(),
+                         mamba=MambaConfig(**section("mamba.")))
 
 
 def _complete_latent(description: Mapping[str, Any], values: dict[str, Any]) -> list[str]:

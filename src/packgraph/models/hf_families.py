@@ -3,43 +3,13 @@
     qwen3         grouped queries, one feed-forward block a layer
     qwen3_moe     grouped queries, experts chosen by softmax
     deepseek_v3   latent attention, experts chosen by sigmoid with a bias, the first layers without (Moonlight, too)
-
-Fields are named with dots: `latent.kv_rank` is the field of a section.
+    mamba2, nemotron_h, bamba   hybrids of Mamba-2 and attention, see hf_hybrids.py
 """
-from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
 from packgraph.models.config import DecoderConfig
-
-
-class Key(NamedTuple):
-    """A key of config.json. default: transformers' own where the key is absent; None = the key is required.
-
-    null: our value where it is null; None = it must not be. other: a name that some versions write instead.
-    """
-
-    name: str
-    default: Any = None
-    null: Any = None
-    other: str = ""
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture.
-
-    fields: keys by our fields. only: further keys with the one value that is known here, which is also their default
-    there. fixed: our fields that are the same in every model of the family.
-    """
-
-    architecture: str
-    model_type: str
-    fields: Mapping[str, Key]
-    only: Mapping[str, Any]
-    fixed: Mapping[str, Any]
-
+from packgraph.models.hf_family import Family, Key
+from packgraph.models.hf_hybrids import HYBRIDS, hybrid_family
 
 _COMMON = {
     "vocab_size": Key("vocab_size"),
@@ -56,12 +26,13 @@ _COMMON = {
 _GROUPED = {**_COMMON, "num_kv_heads": Key("num_key_value_heads")}
 _EVERYWHERE = {"hidden_act": "silu", "attention_dropout": 0.0}
 _NO_WINDOW = {"use_sliding_window": False}
+_PLAIN = {"pattern": "", "activation": "swiglu", "rotary_share": 1.0}
 
 QWEN3 = Family(
     "Qwen3ForCausalLM", "qwen3",
     MappingProxyType({**_GROUPED, "head_dim": Key("head_dim", 128)}),
     MappingProxyType({**_EVERYWHERE, **_NO_WINDOW}),
-    MappingProxyType({"qk_norm": True}))
+    MappingProxyType({**_PLAIN, "qk_norm": True}))
 
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM", "qwen3_moe",
@@ -74,7 +45,7 @@ QWEN3_MOE = Family(
         "experts.normalise": Key("norm_topk_prob", False)}),
     MappingProxyType({**_EVERYWHERE, **_NO_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": ()}),
     MappingProxyType({
-        "qk_norm": True, "experts.score": "softmax", "experts.score_bias": False, "experts.shared": 0,
+        **_PLAIN, "qk_norm": True, "experts.score": "softmax", "experts.score_bias": False, "experts.shared": 0,
         "experts.first_dense": 0, "experts.scaling": 1.0, "experts.groups": 1, "experts.groups_kept": 1}))
 
 DEEPSEEK_V3 = Family(
@@ -98,30 +69,16 @@ DEEPSEEK_V3 = Family(
         "experts.groups": Key("n_group", 8, null=1),
         "experts.groups_kept": Key("topk_group", 4, null=1)}),
     MappingProxyType({**_EVERYWHERE, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
-    MappingProxyType({"experts.score": "sigmoid", "experts.score_bias": True}))
+    MappingProxyType({**_PLAIN, "experts.score": "sigmoid", "experts.score_bias": True}))
 
-FAMILIES = (QWEN3, QWEN3_MOE, DEEPSEEK_V3)
+FAMILIES = (QWEN3, QWEN3_MOE, DEEPSEEK_V3, *HYBRIDS)
 RECORDED = ("initializer_range", "max_position_embeddings")  # in a config.json, but no part of what weights compute
 
 
 def family_of(config: DecoderConfig) -> Family:
     """The only family that may have such a model."""
+    if config.pattern:
+        return hybrid_family(config)
     if config.latent.enabled:
         return DEEPSEEK_V3
     return QWEN3_MOE if config.experts.enabled else QWEN3
-
-
-def value_of(config: DecoderConfig, field: str) -> Any:
-    """The value of a field by its name with dots."""
-    value: Any = config
-    for name in field.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def kind_of(field: str) -> type:
-    """The type of a field by its name with dots."""
-    kind: Any = DecoderConfig
-    for name in field.split("."):
-        kind = kind.__annotations__[name]
-    return kind
