@@ -20,6 +20,7 @@ from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
 from packgraph.train.executor import Executor
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.expert_stash import make_stash
+from packgraph.train.offloading import make_offloading
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.overflow import Overflow
@@ -67,6 +68,7 @@ def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device,
     pipeline (of one rank for graphs of whole steps without the update)."""
     config = with_context_buckets(config)
     executor = _make_executor(model, config, device, mesh)
+    executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
         executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor,
                                      sharing=Sharing.of(mesh, rank_tokens(config)))

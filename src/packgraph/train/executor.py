@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.graphs.lanes import Lanes
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -38,10 +39,12 @@ class Counts:
 class Executor:
     """Runs microbatches of one model. `close` frees the graphs.
 
-    autotune: times graphs against eager and says which of them runs; None = graphs always.
+    autotune: times graphs against eager and says which of them runs; None = graphs always. prepare: called with the
+    steps done before each step, and before anything is captured for it.
     """
 
     autotune: Autotune | None = None
+    prepare: Callable[[int], None] | None = None
 
     memory: MemoryPlan | None = None  # what graphs take, by a prediction; known when warm-up is over
     _measured = 0
@@ -99,7 +102,7 @@ class Executor:
 
     def before_step(self, steps_done: int) -> bool:
         """Capture all graphs when `steps_done` (of this process) is the end of warm-up; whether it did."""
-        if not self._graphed or steps_done != self._options.warmup:
+        if not self.begin_step(steps_done):
             return False
         self._warm = True
         tokens_in_step = torch.ones((), dtype=torch.int64, device=self._device)
@@ -111,6 +114,16 @@ class Executor:
         self._graphed[0].build([arguments(0, capacity) for capacity in capacities])
         self._measure()
         return True
+
+    def begin_step(self, steps_done: int) -> bool:
+        """A step begins; whether graphs are due."""
+        if self.prepare is not None:
+            self.prepare(steps_done)
+        return self._options.enabled and steps_done == self._options.warmup
+
+    def lanes(self, chunk: int) -> Lanes | None:
+        """The lanes that copy beside the work of this rank's chunk number `chunk`; None where there are no graphs."""
+        return self._graphed[chunk].capture_backend.lanes if self._graphed else None
 
     def rebuild(self) -> None:
         """Capture all graphs anew, where there are any: shapes in the model have changed. Nothing may be in flight."""

@@ -15,6 +15,7 @@ from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.plan.memory_budget import budget_bytes
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.data.config import DataConfig
+from packgraph.train.offload_options import OffloadConfig
 
 DEFAULT_DOCUMENTS_CAP = 50
 
@@ -261,6 +262,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

@@ -75,7 +75,7 @@ class StageExecutor(Executor):
 
     def before_step(self, steps_done: int) -> bool:
         """Capture all graphs when `steps_done` is the end of warm-up; whether it did."""
-        if not self._options.enabled or steps_done != self._options.warmup:
+        if not self.begin_step(steps_done):
             return False
         self._warm = True
 

@@ -35,7 +35,7 @@ class StepExecutor(Executor):
 
     def before_step(self, steps_done: int) -> bool:
         """Whether `steps_done` is the end of warm-up. Graphs of microbatches are captured when a step needs them."""
-        if not self._graphed or steps_done != self._options.warmup:
+        if not self.begin_step(steps_done):
             return False
         self._warm = True
         return True

@@ -1,0 +1,35 @@
+"""What a run can be told about activations that wait on the host."""
+from dataclasses import dataclass
+
+from packgraph.plan.offload_knobs import OffloadKnobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Which activations wait in pinned host memory between forward and backward, to fit longer rows.
+
+    modules: what may move, of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, mlp_act, expert_fc1 and moe_act;
+        none = nothing. With graph.compile any of them means all that a layer saves.
+    fraction: of the groups (one module of one layer each) that may move, those first in the forward move.
+    min_bytes: tensors and groups smaller than that stay.
+    margin: groups that stay because the backward needs them first; none = the last one of each module.
+    delta_bytes_per_pp_rank: bytes more that stay on each later rank of a pipeline, which has less in flight.
+    in_flight: copies to the host at one time; more hide more of the copying and hold more memory.
+    delay_until_replay: copies of eager stages between graphs are queued after the next graph's launch.
+    """
+
+    modules: tuple[str, ...] = ()
+    fraction: float = 1.0
+    min_bytes: int = 2**20
+    margin: int | None = None
+    delta_bytes_per_pp_rank: int = 0
+    in_flight: int = 2
+    delay_until_replay: bool = True
+
+    def __post_init__(self) -> None:
+        self.knobs()
+
+    def knobs(self) -> OffloadKnobs:
+        """As plans take them. Raises ValueError with all reasons."""
+        return OffloadKnobs(fraction=self.fraction, min_bytes=self.min_bytes, margin=self.margin,
+                            delta_bytes_per_pp_rank=self.delta_bytes_per_pp_rank, in_flight=self.in_flight)

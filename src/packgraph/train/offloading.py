@@ -1,0 +1,81 @@
+"""Offloading in a run: one engine per chunk, a plan when warm-up is over, and what is wrong with what was asked for.
+
+Warm-up steps move everything that may move, since they may not fit otherwise; the largest microbatch among them is what
+the plan is made for, before anything is captured. Every rank plans for itself: nothing is exchanged, and a rank without
+such layers has nothing to do.
+"""
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from packgraph.graphs.choose import choose_backend
+from packgraph.graphs.lanes import Lanes
+from packgraph.models.chunks import ModelChunks
+from packgraph.models.decoder import named_stages
+from packgraph.offload.attach import attach
+from packgraph.offload.engine import Offload
+from packgraph.parallel.mesh import Mesh
+from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload_knobs import plan_by_knobs
+from packgraph.plan.offload_rules import why_not
+from packgraph.plan.regions import Run, cut_runs, scope_errors
+from packgraph.plan.slots import slot_counts
+from packgraph.train.executor import Executor
+from packgraph.train.options import TrainConfig
+
+
+class Offloading:
+    """The engines of a rank, one for each chunk with layers."""
+
+    def __init__(self, engines: Sequence[Offload], warmup: int) -> None:
+        self.engines, self._warmup = list(engines), warmup
+
+    def __call__(self, steps_done: int) -> None:
+        """A step begins, with nothing in flight. When warm-up is over: plan, before anything is captured."""
+        for engine in self.engines:
+            engine.end_step()
+            if steps_done == self._warmup and engine.trace is not None:
+                engine.settle()
+
+
+def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor, device: torch.device, mesh: Mesh
+                    ) -> Offloading | None:
+    """Attach engines to the chunks that `executor` runs; None where nothing is offloaded."""
+    options = config.offload
+    if not options.modules:
+        return None
+    stages, rank = mesh.size("pp"), mesh.place["pp"]
+    slots = slot_counts(stages, len(model.chunks))[rank] if stages > 1 else [1] * len(model.chunks)
+    engines = []
+    for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
+        engine = Offload(options.modules, executor.lanes(number) or _lanes_of(device), min_bytes=options.min_bytes,
+                         in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled,
+                         policy=partial(_plan, config, rank, count))
+        attach(engine, chunk)
+        engines.append(engine)
+    return Offloading(engines, config.graph.warmup)
+
+
+def _plan(config: TrainConfig, rank: int, slots: int, trace: OffloadTrace) -> OffloadPlan:
+    return plan_by_knobs(replace(trace, slots=slots), CopySpeed(), config.offload.knobs(), rank)
+
+
+def _lanes_of(device: torch.device) -> Lanes:
+    return choose_backend("auto", device, []).lanes
+
+
+def offload_problems(config: TrainConfig) -> list[str]:
+    """All reasons why what `config.offload` asks for cannot be."""
+    options, graph = config.offload, config.graph
+    if not options.modules:
+        return []
+    stages = named_stages(config.model)
+    granularity = "chunk" if graph.granularity == "step" else graph.granularity
+    if not graph.enabled or granularity == "step" or scope_errors(stages, graph.scope, granularity):
+        runs: Sequence[Run] = [Run(0, len(stages), False)]
+    else:
+        runs = cut_runs(stages, graph.scope, granularity)
+    found = why_not(options.modules, stages, runs, stashed=config.parallel.expert_stash > 0)
+    return [f"offload.modules: {problem}" for problem in found]
