@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.layers.mamba import MambaMixer
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack_stream
-from packgraph.train.presets import moonlight, moonlight_tiny
+from packgraph.train.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
 
 
 def _all_experts(model: DecoderConfig, layers: int) -> DecoderConfig:
@@ -37,6 +39,10 @@ SHAPES = MappingProxyType({
                             num_kv_heads=16, head_dim=128, qk_norm=False),
     "moonlight": _all_experts(moonlight().model, 8),
     "moonlight-tiny": _all_experts(moonlight_tiny().model, 2),
+    "hybrid": hybrid_1_6b().model,
+    "hybrid-dense": dataclasses.replace(hybrid_1_6b().model, num_layers=16, pattern="M-M-M-M*-M-M-M-*",
+                                        experts=ExpertConfig()),
+    "hybrid-tiny": dataclasses.replace(hybrid_tiny().model, num_layers=3, pattern="M*E"),
 })
 LONGEST = 8192
 WINDOW = 256  # documents that wait to be packed, as in the trainer
@@ -70,6 +76,10 @@ def draw_parameters(model: DecoderStack, seed: int) -> None:
             generator = torch.Generator(parameter.device)
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             parameter.normal_(0.0, model.config.initializer_range, generator=generator)
+        for name, module in model.named_modules():
+            if isinstance(module, MambaMixer):
+                generator = torch.Generator(module.D.device)
+                module.reset_parameters(generator.manual_seed(zlib.crc32(f"{seed} {name}".encode())))
         for block in moe_blocks([model]):  # buffers, which may lie in fresh memory
             block.gate.reset_balance()
             block.demand.zero_()
