@@ -44,8 +44,8 @@ def test_the_first_difference_has_a_name_and_a_size() -> None:
 
 def test_the_default_matrix_is_bitwise_equal() -> None:
     reports = list(default_matrix(CPU, steps=6))
-    assert len(reports) == 9 and all(report.good for report in reports)
-    assert sum("granularity layer" in report.title for report in reports) == 6
+    assert len(reports) == 12 and all(report.good for report in reports)
+    assert sum("granularity layer" in report.title for report in reports) == 7
     assert all(report.replayed > 0 and set(report.fallbacks) == {"warm-up"} for report in reports)
 
 

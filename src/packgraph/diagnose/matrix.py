@@ -1,10 +1,10 @@
 """The default check of `packgraph verify`: a tiny model under every combination that may go wrong on its own.
 
 Granularity layer and chunk, dropout off and on; the same with latent attention and experts, and a choice of scopes of
-these; in each case three capacities, microbatch counts that change from step to step, and steps whose forwards all run
-before their backwards. Over several processes: every layout that they can take and granularity layer and chunk, with
-dropout; layouts in which replicas share experts with the model that has some, and layouts in which ranks share rows:
-always, and in groups whose size changes with every microbatch.
+these; with a hybrid of Mamba-2 and attention; in each case three capacities, microbatch counts that change from step to
+step, and steps whose forwards all run before their backwards. Over several processes: every layout that they can take
+and granularity layer and chunk, with dropout; layouts in which replicas share experts with the model that has some, and
+layouts in which ranks share rows: always, and in groups whose size changes with every microbatch.
 """
 import itertools
 import random
@@ -20,6 +20,7 @@ from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.models.decoder import DecoderConfig
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
+from packgraph.models.mamba_config import MambaConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
@@ -40,6 +41,7 @@ FEWEST = 5  # steps, of which two are warm-up: enough for all budgets
 EXPERTS = 4
 # Each ends a region of experts at another stage; granularity layer without a scope captures all of them.
 EXPERT_SCOPES = (("attn", "moe_router"), ("attn", "mlp", "moe_router", "moe_preprocess"), ("moe",))
+HYBRID_SCOPES = (("layer", ("mamba",)), ("chunk", ("mamba", "attn", "mlp", "moe_router")), ("chunk", None))
 
 
 def tiny_config(granularity: str, dropout: float, steps: int) -> TrainConfig:
@@ -67,6 +69,17 @@ def tiny_experts_config(granularity: str, dropout: float, steps: int, scope: tup
     return replace(config, model=model, graph=replace(config.graph, scope=scope))
 
 
+def tiny_hybrid_config(granularity: str, dropout: float, steps: int, scope: tuple[str, ...] | None = None
+                       ) -> TrainConfig:
+    """A hybrid of four layers of one branch each: Mamba-2, attention without positions, feed-forward, experts."""
+    config = tiny_config(granularity, dropout, steps)
+    model = replace(
+        config.model, num_layers=4, pattern="M*-E", activation="relu2", rotary_share=0.0, qk_norm=False,
+        mamba=MambaConfig(num_heads=4, head_dim=16, state=16, groups=2, chunk=16),
+        experts=ExpertConfig(count=EXPERTS, per_token=2, intermediate_size=16, score="sigmoid", score_bias=True))
+    return replace(config, model=model, graph=replace(config.graph, scope=scope))
+
+
 def random_packs(seed: int) -> Iterator[PackedBatch]:
     """Endless packs of random documents with heavy-tailed lengths, over all capacities."""
     draw = random.Random(seed)
@@ -78,7 +91,7 @@ def random_packs(seed: int) -> Iterator[PackedBatch]:
 
 
 def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
-    """Verify every combination for `steps` steps each (scopes of experts: a third); yields reports as they are done."""
+    """Verify every combination for `steps` steps each (scopes, hybrids: a third); yields reports as they are done."""
     for granularity, dropout in itertools.product(("layer", "chunk"), (0.0, 0.1)):
         title = f"granularity {granularity}, dropout {dropout}"
         config = tiny_config(granularity, dropout, steps)
@@ -86,6 +99,10 @@ def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
     for granularity, scope in (("layer", None), ("chunk", None), *(("layer", scope) for scope in EXPERT_SCOPES)):
         title = f"experts, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, dropout 0.1"
         config = tiny_experts_config(granularity, 0.1, steps if scope is None else max(steps // 3, FEWEST), scope)
+        yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
+    for granularity, scope in HYBRID_SCOPES:
+        title = f"hybrid, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, dropout 0.1"
+        config = tiny_hybrid_config(granularity, 0.1, max(steps // 3, FEWEST), scope)
         yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
 
 
