@@ -59,7 +59,7 @@ class Handle:
     stride: tuple[int, ...]
     version: int
     kept: Tensor | None
-    placed: Any
+    placed: dict[str, Any] | None
     asked: bool = False
 
     def back(self) -> Tensor:
@@ -85,7 +85,8 @@ class Handle:
     def _placed(self, tensor: Tensor) -> Tensor:
         if self.placed is None:
             return tensor
-        return DTensor.__tensor_unflatten__({"_local_tensor": tensor}, self.placed, None, None)
+        with torch.no_grad():
+            return DTensor.from_local(tensor, run_check=False, **self.placed)
 
 
 class Group:
@@ -111,8 +112,9 @@ class Group:
         """The handle of `tensor`. memory: of an earlier group, None = this group's own."""
         placed = None
         if isinstance(tensor, DTensor):
-            (_, (spec, _)), tensor = tensor.__tensor_flatten__(), local_tensor(tensor)
-            placed = spec, False
+            placed = {"device_mesh": tensor.device_mesh, "placements": tensor.placements, "shape": tensor.shape,
+                      "stride": tensor.stride()}
+            tensor = local_tensor(tensor)
         with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
             tensor = tensor.detach()  # without its graph, in which this handle will be
             if memory is None:

@@ -1,0 +1,65 @@
+"""Offloading under pipelines and tensor parallelism: bitwise the run that keeps everything, with late copies."""
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from distkit import run_ranks
+from trainkit import tiny, trainer
+
+from packgraph.graphs.parameters import local_tensor
+from packgraph.parallel.mesh import Layout
+from packgraph.parallel.pieces import Pieces
+from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.options import ParallelConfig
+from packgraph.train.signals import StopRequest
+
+pytestmark = pytest.mark.dist
+DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
+
+
+def config(layout, chunks, **graph):
+    made = tiny(graph=True, steps=4, checkpoint_every=100)
+    return dataclasses.replace(
+        made, model=dataclasses.replace(made.model, num_layers=2 * chunks, num_heads=4, num_kv_heads=2, vocab_size=33),
+        parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp, chunks=chunks),
+        graph=dataclasses.replace(made.graph, **graph))
+
+
+def go(mesh, folder, settings):
+    """For every config: this rank's tensors at the end, and what moved: groups and bytes of every chunk."""
+    results = []
+    for number, setting in enumerate(settings):
+        run = trainer(Path(folder) / str(number), setting, mesh=mesh)
+        for chunk in range(setting.parallel.chunks if setting.graph.enabled else 0):
+            run.executor.lanes(chunk).queues.late.update(("out", "back"))
+        run.run(StopRequest())
+        held = {name: _held(value) for name, value in run.tensors().items()}
+        engines = run.executor.prepare.engines if run.executor.prepare is not None else []
+        results.append((held, [(engine.trace.bytes, sum(engine.plan.moves)) for engine in engines]))
+        run.close()
+    return results
+
+
+def _held(value):
+    if isinstance(value, Pieces):
+        return torch.cat([torch.zeros(0), *(piece.detach().flatten() for _, piece in value.pieces)])
+    return local_tensor(value.detach()).clone()
+
+
+@pytest.mark.parametrize(("layout", "chunks", "granularities"), [
+    (Layout(dp=1, pp=2), 1, ("chunk", "step")), (Layout(dp=1, pp=2), 2, ("chunk",)),
+    (Layout(dp=1, tp=2), 1, ("chunk",))], ids=["PP2", "PP2xVPP2", "TP2"])
+def test_offloading_is_bitwise_keeping(layout, chunks, granularities, tmp_path):
+    kept = config(layout, chunks, enabled=False)
+    moving = [dataclasses.replace(config(layout, chunks, granularity=granularity),
+                                  offload=OffloadConfig(modules=DENSE, min_bytes=1, margin=0, fraction=fraction))
+              for granularity, fraction in zip(granularities, (1.0, 0.5), strict=False)]
+    if len(granularities) > 1:
+        moving.append(dataclasses.replace(kept, offload=moving[0].offload))
+    results = run_ranks(go, layout.pp * layout.tp, str(tmp_path), [kept, *moving], layout=layout, seconds=120.0)
+    for (expected, _), *others in results:
+        for found, moved in others:
+            assert expected.keys() == found.keys()
+            assert not [name for name in found if not torch.equal(expected[name], found[name])]
+            assert len(moved) == chunks and all(nbytes > 0 and groups > 0 for nbytes, groups in moved)
