@@ -23,6 +23,7 @@ from packgraph.train.context_rows import context_notes, places_multiple
 from packgraph.train.disagreements import disagreements
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
+from packgraph.train.presets import hybrid_tiny
 from packgraph.train.signals import StopRequest
 
 pytestmark = pytest.mark.dist
@@ -203,3 +204,10 @@ def test_a_run_takes_zigzag_where_heads_cannot_be_shared():
     assert context_notes(config(CP4, kind="auto")) == [
         "rows are cut in zigzag (4 ranks: 4 ranks do not divide 6 heads), documents take up multiples of 8 places"]
     assert not context_notes(config(CP2, kind="auto"))
+
+
+def test_layers_that_scan_rows_in_order_are_not_cut():
+    hybrid = dataclasses.replace(hybrid_tiny(), parallel=ParallelConfig(dp=1, cp=2, cp_kind="zigzag"))
+    assert any("cannot be cut in zigzag for Mamba-2" in problem for problem in disagreements(hybrid, "cpu", world=2))
+    hybrid = dataclasses.replace(hybrid, parallel=ParallelConfig(dp=1, cp=2))
+    assert not disagreements(hybrid, "cpu", world=2) and places_multiple(hybrid) == 1
