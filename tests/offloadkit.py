@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from packgraph.graphs.choose import choose_backend
 from packgraph.graphs.graphed import GraphedModule, graph
-from packgraph.graphs.lanes_emulated import EmulatedLanes
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
@@ -47,7 +47,10 @@ def by_hand(**knobs):
 
 def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> Offload:
     """An engine for `chunk`, on the lanes of `model` if that is graphed. late: lanes that run as late as they may."""
-    lanes = model.capture_backend.lanes if isinstance(model, GraphedModule) else EmulatedLanes(set())
+    if isinstance(model, GraphedModule):
+        lanes = model.capture_backend.lanes
+    else:
+        lanes = choose_backend("auto", next(model.parameters()).device, []).lanes
     if late:
         lanes.queues.late.update(late)
     engine = Offload(modules, lanes, **{"min_bytes": 1} | options)
@@ -56,14 +59,13 @@ def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> Off
 
 
 def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1, 2, 1), capacities=CAPACITIES[:1],
-          late=(), policy=None, scope=None, poison=True, **options):
+          late=(), policy=None, scope=None, poison=True, device="cpu", dtype=torch.float32, **options):
     """Train steps of `counts` microbatches; all forwards of a step come before its backwards, which run in random
     order. Returns [losses, gradients of every step], the engine and the graphed module or None.
     """
-    model = called = DecoderModel(settings, seed=1)
+    model = called = DecoderModel(settings, seed=1, device=device, dtype=dtype)
     if granularity is not None:
-        called = graph(model, capacities=capacities, backend="recorder", granularity=granularity, scope=scope,
-                       strict=True, warmup=2)
+        called = graph(model, capacities=capacities, granularity=granularity, scope=scope, strict=True, warmup=2)
     engine = engine_of(called, model, modules, late, policy=policy, **options) if modules else None
     torch.manual_seed(3)
     order, facts, packs = random.Random(5), [], iter(batches(sum(counts), capacities))
@@ -71,7 +73,7 @@ def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1
         losses = []
         for _ in range(count):
             _poison(called, poison)
-            losses.append(called(next(packs), torch.tensor(20)))
+            losses.append(called(next(packs).to(device), torch.tensor(20, device=device)))
         for index in order.sample(range(count), count):
             _poison(called, poison)
             losses[index].backward()

@@ -18,13 +18,16 @@ from packgraph.graphs.lanes import Copy, FreeHost, HostMemories, HostMemory, par
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Pinned host memory, uint8 [nbytes]. Made by another thread, since a capturing one must not make any."""
+    """Pinned host memory, uint8 [nbytes]. Made by another thread, since a capturing one must not make any.
+
+    Raises RuntimeError when there is not so much.
+    """
     made: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: made.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)))
     thread.start()
     thread.join()
     if not made:
-        raise MemoryError(f"{nbytes / 2**20:.0f} MiB of pinned host memory could not be had: offload less "
+        raise RuntimeError(f"{nbytes / 2**20:.0f} MiB of pinned host memory could not be had: offload less "
                           "(offload.fraction), or give the process more memory")
     return made[0]
 

@@ -1,0 +1,153 @@
+"""Offloading on CUDA: bitwise what stays, with slow copies; nothing waits; memory falls by what was planned."""
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from offloadkit import DENSE, EXPERTS, by_hand, config, engine_of, same, train
+from trainkit import RandomPacks, state_of, tiny, trainer
+
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.lanes_cuda import CudaLanes
+from packgraph.models.config import DecoderConfig
+from packgraph.models.decoder import DecoderModel
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.offload import CopySpeed
+from packgraph.plan.offload_knobs import OffloadKnobs, plan_by_knobs
+from packgraph.train.executor import sample_batch
+from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.signals import StopRequest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda", 0)
+BF16 = {"device": CUDA, "dtype": torch.bfloat16, "capacities": [Capacity(256, 4)]}
+SPIN = 1_500_000  # cycles, about a millisecond: longer than a layer takes
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def settings(layers: int = 3, experts: bool = False) -> DecoderConfig:
+    made = dataclasses.replace(config(layers), hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=2,
+                               head_dim=64)
+    return dataclasses.replace(made, experts=ExpertConfig(count=8, per_token=2, intermediate_size=64, first_dense=1)) \
+        if experts else made
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, *lanes: str) -> None:
+    """Every copy of these lanes begins with a spin."""
+    queue = CudaLanes._queue
+
+    def spinning(self, lane, *rest):
+        if lane in lanes:
+            self._streams[lane].wait_event(self.point())  # in a capture the stream must be part of it first
+            with torch.cuda.stream(self._streams[lane]):
+                torch.cuda._sleep(SPIN)
+        return queue(self, lane, *rest)
+
+    monkeypatch.setattr(CudaLanes, "_queue", spinning)
+
+
+@pytest.mark.parametrize("late", [("out",), ("back",), ("out", "back")])
+@pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+def test_slow_copies_change_no_bit(granularity, late, monkeypatch):
+    expected = train(settings(), **BF16)[0]
+    slow(monkeypatch, *late)
+    found, engine, graphed = train(settings(), DENSE, granularity=granularity, **BF16)
+    assert same(found, expected)
+    assert engine.trace.bytes > 0 and (graphed is None or graphed.stats.replayed == 3)
+
+
+@pytest.mark.parametrize("knobs", [{"fraction": 0.5}, {"in_flight": 0}, {"margin": None}])
+def test_plans_in_chunk_graphs(knobs, monkeypatch):
+    slow(monkeypatch, "out", "back")
+    found, _, _ = train(settings(), DENSE, granularity="chunk", policy=by_hand(**knobs), counts=(1, 2, 1, 3), **BF16)
+    assert same(found, train(settings(), counts=(1, 2, 1, 3), **BF16)[0])
+
+
+@pytest.mark.parametrize("postpones", [False, True])
+@pytest.mark.parametrize("scope", [("attn",), ("mlp",)])
+def test_eager_stages_between_captured_ones(scope, postpones, monkeypatch):
+    slow(monkeypatch, "out", "back")
+    found, _, _ = train(settings(), DENSE, granularity="layer", scope=scope, postpones=postpones, **BF16)
+    assert same(found, train(settings(), **BF16)[0])
+
+
+def test_experts_in_chunk_graphs(monkeypatch):
+    expected = train(settings(experts=True), **BF16)[0]
+    slow(monkeypatch, "out", "back")
+    assert same(train(settings(experts=True), EXPERTS, granularity="chunk", **BF16)[0], expected)
+
+
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Main waits for no reload."""
+    wait = CudaLanes.wait
+    monkeypatch.setattr(CudaLanes, "wait", lambda self, copy: None if copy.lane == "back" else wait(self, copy))
+
+
+def test_a_missing_wait_is_a_wrong_number(monkeypatch):
+    expected = train(settings(), **BF16)[0]
+    slow(monkeypatch, "back")
+    hasty(monkeypatch)
+    found, _, _ = train(settings(), DENSE, **BF16)
+    torch.cuda.synchronize()
+    assert not same(found, expected)
+
+
+@pytest.mark.parametrize(("granularity", "compile"), [("step", False), ("chunk", True)])
+def test_a_run_that_offloads_is_bitwise_one_that_does_not(granularity, compile, tmp_path, monkeypatch):
+    slow(monkeypatch, "out", "back")
+    states = []
+    for modules in ((), DENSE):
+        made = tiny(True, dtype="bfloat16", steps=5)
+        made = dataclasses.replace(
+            made, graph=dataclasses.replace(made.graph, granularity=granularity, compile=compile, strict=True),
+            offload=OffloadConfig(modules=modules, min_bytes=1, margin=0))
+        run = trainer(tmp_path / str(len(modules)), made, RandomPacks(), device=CUDA)
+        run.run(StopRequest())
+        states.append(state_of(run))
+        run.close()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_replays_and_eager_steps_never_wait():
+    model = DecoderModel(settings(), seed=1, device=CUDA, dtype=torch.bfloat16)
+    graphed = graph(model, capacities=BF16["capacities"], warmup=2, strict=True)
+    engine = engine_of(graphed, model, DENSE)
+    batch, tokens = sample_batch(BF16["capacities"][0]).to(CUDA), torch.tensor(9, device=CUDA)
+    for step in range(6):
+        torch.cuda.set_sync_debug_mode("error" if step in (1, 4, 5) else "default")
+        graphed(batch, tokens).backward()
+        engine.end_step()
+    assert graphed.stats.replayed == 4
+
+
+def test_the_pool_falls_by_what_the_plan_says():
+    shape = DecoderConfig(vocab_size=1024, hidden_size=1024, intermediate_size=3072, num_layers=10, num_heads=16,
+                          num_kv_heads=8, head_dim=64)
+    capacity, taken, plan = Capacity(8192, 16), [], None
+    for modules in ((), ("core_attn", "attn_proj", "mlp_act", "qkv_linear")):
+        model = DecoderModel(shape, seed=1, device=CUDA, dtype=torch.bfloat16)
+        graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True)
+        if modules:
+            engine = engine_of(graphed, model, modules, min_bytes=2**20, policy=lambda trace: plan_by_knobs(
+                trace, CopySpeed(), OffloadKnobs(margin=None)))
+        batch, tokens = sample_batch(capacity).to(CUDA), torch.tensor(8000, device=CUDA)
+        for _ in range(2):
+            graphed(batch, tokens).backward()
+        if modules:
+            plan = engine.plan
+        taken.append(graphed.stats.pool_bytes)
+        graphed.close()
+        del model, graphed
+        torch.cuda.empty_cache()
+    saved = taken[0] - taken[1]
+    assert plan is not None and plan.saved_bytes > 2**29
+    assert abs(saved - plan.saved_bytes) <= max(0.05 * plan.saved_bytes, 64 * 2**20), (taken, plan)
