@@ -8,8 +8,9 @@ import torch
 from attentionkit import textbook_backward, textbook_forward
 from distkit import run_ranks
 
-from packgraph.ops import attention_varlen
+from packgraph.ops import attention_flash, attention_varlen
 from packgraph.ops.attention import attention, attention_metadata
+from packgraph.ops.attention_flash import Kernels, Library
 from packgraph.ops.context import ContextGroup
 from packgraph.ops.context_zigzag import zigzag_tables
 from packgraph.ops.context_zigzag_attention import gather_parts, prefixes
@@ -99,8 +100,12 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks):
                 name, heads, backend, label): f"{place}: {text}")
 
 
+KERNEL_CASES = [(name, VALUES, backend, held) for backend in ("varlen", "flash")
+                for name, held in (("mixed", 0.0), ("bounded", torch.nan), ("empty", 0.0))]
+
+
 def with_kernels(mesh):
-    """The varlen kernel's place taken by the textbook formula, which leaves all rows that it should not write NaN."""
+    """The kernels' places taken by the textbook formula, which leaves all rows that it should not write NaN."""
     def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale):
         within(cu_seqlens, longest, q), within(cu_keys, most_keys, k)
         return textbook_forward(q, k, v, cu_seqlens, scale, cu_keys)
@@ -112,16 +117,29 @@ def with_kernels(mesh):
         assert boundaries.dtype == torch.int32 and int(boundaries.diff().max()) <= longest
         assert int(boundaries[-1]) <= x.shape[0]
 
+    def flash(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, out, **options):
+        assert all(x.isfinite().all() for x in (q, k, v)), "a tile reads what stands behind a document"
+        found = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale)[0]
+        out[:int(cu_seqlens_q[-1])] = found[:int(cu_seqlens_q[-1])]
+
+    def flash_backward(q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, dq, dk, dv, **options):
+        assert all(x.isfinite().all() for x in (q, k, v, out, grad))
+        for target, found in zip((dq, dk, dv), textbook_backward(
+                grad, q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k), strict=True):
+            target.copy_(found)
+
     with mock.patch.multiple(attention_varlen, _launch_forward=forward, _launch_backward=backward,
-                             _check_supported=lambda q, v: None):
-        return [share(batch_of(name), inputs(batch_of(name), 3, VALUES), "varlen", context_of(mesh), held)
-                for name, held in (("mixed", 0.0), ("bounded", torch.nan))]
+                             _check_supported=lambda q, v: None), \
+            mock.patch.multiple(attention_flash, library=lambda: Library(Kernels(flash, flash_backward), None),
+                                _check_supported=lambda q, v: None):
+        return [share(batch_of(name), inputs(batch_of(name), 3, values), backend, context_of(mesh), held)
+                for name, values, backend, held in KERNEL_CASES]
 
 
 def test_a_kernel_gets_boundaries_of_queries_and_of_keys():
     results = run_ranks(with_kernels, 4, layout=Layout(cp=4))
-    for number, name in enumerate(("mixed", "bounded")):
-        expected = differentiate(batch_of(name), inputs(batch_of(name), 3, VALUES), "naive")
+    for number, (name, values, *_) in enumerate(KERNEL_CASES):
+        expected = differentiate(batch_of(name), inputs(batch_of(name), 3, values), "naive")
         for part in range(4):
             torch.testing.assert_close(whole([result[number] for result in results], part, expected[part]),
                                        expected[part], rtol=1e-5, atol=1e-5)  # the kernel's output is float32
