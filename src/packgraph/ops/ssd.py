@@ -24,6 +24,7 @@ from torch import Tensor
 from packgraph.ops.loss import HAS_TRITON
 
 CHUNKS = (16, 32, 64, 128, 256)
+MOST_HEAD_SIZE, MOST_STATE_SIZE = 128, 256
 MOST_STATE_BYTES = {torch.float32: 2**15, torch.bfloat16: 2**16, torch.float16: 2**16}  # that shared memory holds
 
 
@@ -55,7 +56,8 @@ def ssd_problems(device: torch.device, dtype: torch.dtype, head_size: int, state
     if dtype not in MOST_STATE_BYTES:
         found.append(f"the kernels take float32, bfloat16 and float16, not {dtype}")
     tile = 1 << max(head_size - 1, 15).bit_length() + max(state_size - 1, 15).bit_length()  # sizes as powers of two
-    if tile * dtype.itemsize > MOST_STATE_BYTES.get(dtype, 2**16):
+    if (head_size > MOST_HEAD_SIZE or state_size > MOST_STATE_SIZE
+            or tile * dtype.itemsize > MOST_STATE_BYTES.get(dtype, 2**16)):
         found.append(f"a state of [{head_size}, {state_size}] in {dtype} is too large for the kernels")
     if chunk not in CHUNKS:
         found.append(f"the kernels take chunks of {', '.join(map(str, CHUNKS))} rows, not {chunk}")
