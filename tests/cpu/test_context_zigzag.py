@@ -29,7 +29,7 @@ def boundaries(lengths, documents):
     return torch.tensor(ends + [ends[-1]] * (documents - len(lengths)), dtype=torch.int32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rows())
 def test_tables_are_those_of_the_definition(case):
     size, lengths, tokens, documents = case
@@ -105,7 +105,7 @@ def test_zigzag_is_for_more_ranks_than_heads_can_be_shared_by():
     assert [places(length, 8) for length in (1, 8, 9)] == [8, 8, 16]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.sampled_from([2, 4, 8]),
        st.sampled_from([None, 4]))
 def test_packs_count_documents_by_the_places_they_take_up(lengths, ranks, window):
