@@ -31,6 +31,15 @@ MODEL = DecoderConfig(
                          document_loss=1e-3))
 
 
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("default")
+
+
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -113,7 +122,4 @@ def test_a_step_never_waits_for_the_device() -> None:
     gradients(model, batch_of(documents))  # kernels are compiled and libraries set themselves up here
     batch, tokens = batch_of(documents[::-1]), torch.tensor(187, device=device())
     torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(batch, tokens).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    model(batch, tokens).backward()
