@@ -18,6 +18,8 @@ from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
 from packgraph.bench.memory import MemoryOptions, bench_memory
 from packgraph.bench.models import SHAPES, shape
 from packgraph.bench.moe_ways import EXPERT_WAYS, MOE_WAYS
+from packgraph.bench.offload import COLUMNS as OFFLOAD_COLUMNS
+from packgraph.bench.offload import USUAL_MODULES, OffloadOptions, bench_offload
 from packgraph.bench.padding import COLUMNS as PADDING_COLUMNS
 from packgraph.bench.padding import PaddingOptions, bench_padding
 from packgraph.bench.parts import PARTS
@@ -32,6 +34,7 @@ from packgraph.ops.attention import BACKENDS
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch
 from packgraph.plan.context_request import PLACES
+from packgraph.plan.offload_rules import MODULES
 from packgraph.plan.schedule import legal_microbatches
 from packgraph.train.config import ConfigError
 from packgraph.train.launch import choose_device
@@ -110,10 +113,27 @@ def _parser() -> argparse.ArgumentParser:
                                     help="(default: auto)")
         parser_of_bank.add_argument("--banks", type=_count, nargs="+", default=banks, metavar="K",
                                     help=f"numbers of buckets (default: {' '.join(map(str, banks))})")
+    _offload_options(add("offload", "activations on the host from inside a chunk graph, against kept ones", _offload))
     memory.add_argument("--compile", action="store_true", help="graphs of compiled code")
     capture.add_argument("--ways", nargs="+", choices=CAPTURE_WAYS, default=list(CAPTURE_WAYS), metavar="WAY",
                          help=f"(default: {' '.join(CAPTURE_WAYS)})")
     return parser
+
+
+def _offload_options(offload: argparse.ArgumentParser) -> None:
+    _work_options(offload, [8 * KILO, 16 * KILO], documents=64, models=("qwen3-8b", "tiny"))
+    _part_option(offload, "layers")
+    offload.add_argument("--attention", choices=["auto", *CAPTURABLE], default="auto", help="(default: auto)")
+    offload.add_argument("--modules", nargs="+", choices=MODULES, default=list(USUAL_MODULES), metavar="NAME",
+                         help=f"what may move (default: {' '.join(USUAL_MODULES)})")
+    offload.add_argument("--lost", type=float, default=0.01, metavar="SHARE",
+                         help="of the time, that the way `planned` may lose (default: 0.01)")
+    offload.add_argument("--in-flight", type=_count, default=2, metavar="N", help="copies to the host (default: 2)")
+    offload.add_argument("--min-bytes", type=_count, default=2**20, metavar="N", help="that move (default: 1 MiB)")
+    offload.add_argument("--rounds", type=_count, default=9, metavar="N", help="(default: 9)")
+    offload.add_argument("--largest", type=int, default=0, metavar="T",
+                         help="look for the most tokens that run, in steps of T (default: 0, do not)")
+    offload.add_argument("--compile", action="store_true", help="graphs of compiled code")
 
 
 def _context_options(context: argparse.ArgumentParser) -> None:
@@ -254,6 +274,17 @@ def _memory(asked: argparse.Namespace) -> int:
         asked, device, "layers", "part", "documents", "banks", "compile", "attention"))
     return _finish(rows, lambda: bench_memory(options, device, rows, Deadline(asked.seconds)), "bench memory",
                    MEMORY_COLUMNS)
+
+
+def _offload(asked: argparse.Namespace) -> int:
+    _refuse(_problems(asked))
+    device = choose_device(asked.device)
+    rows = Rows(facts(device, asked.commit), asked.out)
+    options = OffloadOptions(**_shared(  # type: ignore[arg-type]
+        asked, device, "layers", "part", "documents", "modules", "lost", "in_flight", "min_bytes", "rounds", "largest",
+        "compile", "attention"))
+    return _finish(rows, lambda: bench_offload(options, device, rows, Deadline(asked.seconds)), "bench offload",
+                   OFFLOAD_COLUMNS)
 
 
 def _capture(asked: argparse.Namespace) -> int:

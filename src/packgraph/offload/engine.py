@@ -194,7 +194,7 @@ class Offload:
         times = now.times
         if times is not None:
             times.reached(group.order)
-            if times.is_complete() and (self._times is None or times.nbytes > self._times.nbytes):
+            if times.is_complete() and (self._times is None or times.nbytes >= self._times.nbytes):
                 self._times = times
         for other in now.to_reload(group.order):
             other.start_reload()

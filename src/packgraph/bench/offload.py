@@ -1,0 +1,231 @@
+"""`packgraph bench offload`: activations on the host from inside a chunk graph, against keeping them.
+
+    kept       nothing moves
+    everything all groups that may move do, but the last of each module
+    planned    what the planner moves for a loss of at most --lost of the time (default 1 %), by a measured trace
+
+Each way runs by itself: forward and backward of one microbatch at a time, by one graph each. Bytes are those of the
+graphs' pool and of everything held at the peak, parameters and gradients left out. The copies' speed comes from a
+profile of one more replay, their ceiling from plain copies of pinned memory. With --largest the most tokens are looked
+for with which the first and the second way still run.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from packgraph.bench.contest import attempt_alone
+from packgraph.bench.copies import copy_ceiling, copy_times
+from packgraph.bench.models import draw_batches, dtype_on, shape, zero_gradients
+from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
+from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, time_block
+from packgraph.bench.ways import Graphed, room_for_code
+from packgraph.models.stack import DecoderStack
+from packgraph.offload.attach import attach
+from packgraph.offload.engine import Offload, Policy
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload_knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload_search import plan_for_time
+
+OFFLOAD_WAYS = ("kept", "everything", "planned")
+USUAL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_act", "expert_fc1", "moe_act")
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "pinned host memory")
+
+COLUMNS: list[Column] = [
+    ("tokens", value("tokens")), ("way", value("way")), ("ms", median("ms")), ("of kept", value("time_ratio", ".4f")),
+    ("pool GiB", gibibytes("pool_bytes")), ("of kept", value("pool_ratio", ".3f")),
+    ("peak GiB", gibibytes("peak_bytes")), ("moved GiB", gibibytes("moved_bytes")),
+    ("host GiB", gibibytes("host_bytes")),
+    ("plan: saved GiB", gibibytes("planned_saved_bytes")), ("plan: exposed ms", value("exposed_ms", ".2f")),
+    ("out GB/s", value("out_gb_s", ".1f")), ("ceiling", value("out_ceiling_gb_s", ".1f")),
+    ("back GB/s", value("back_gb_s", ".1f")), ("ceiling", value("back_ceiling_gb_s", ".1f"))]
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """What to measure. modules: names that may move; those the model has not are left out. lost: share of the time that
+    the planned way may lose. largest: step in tokens of the search for the most that fit, 0 = no search."""
+
+    model: str
+    layers: int | None
+    part: str
+    tokens: tuple[int, ...]
+    documents: int = 64
+    modules: tuple[str, ...] = USUAL_MODULES
+    lost: float = 0.01
+    in_flight: int = 2
+    min_bytes: int = 2**20
+    rounds: int = 9
+    calls: int = 4
+    largest: int = 0
+    compile: bool | str = False
+    attention: str = "auto"
+    mean: float = 1024.0
+    sigma: float = 1.5
+    seed: int = 0
+
+    def knobs(self) -> OffloadKnobs:
+        """Of the way `everything`."""
+        return OffloadKnobs(min_bytes=self.min_bytes, in_flight=self.in_flight)
+
+
+def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, deadline: Deadline) -> None:
+    """One row for each way at each number of tokens, then for the largest numbers."""
+    model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
+    zero_gradients([model])
+    speed = copy_ceiling(device)
+    for tokens in options.tokens:
+        kept: Row | None = None
+        for way in OFFLOAD_WAYS:
+            with room_for_code():
+                found, reason = attempt_alone(partial(_measure, options, model, device, tokens, way, speed), deadline)
+            free_unused(device)
+            kept = kept or found
+            rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
+    if options.largest:
+        for way in OFFLOAD_WAYS[:2]:
+            most, reason = attempt_alone(partial(_most_tokens, options, model, device, way, speed, deadline), deadline)
+            rows.add(_identity(options, model, most or 0, f"{way}, largest", reason) | {"figures": {}})
+
+
+def _identity(options: OffloadOptions, model: DecoderStack, tokens: int, way: str, reason: str | None) -> Row:
+    return {"benchmark": "offload", "way": way, "part": options.part, "model": options.model, "tokens": tokens,
+            "layers": model.config.num_layers, "documents": options.documents, "modules": list(options.modules),
+            "compile": bool(options.compile), "attention": model.attention_choice().name, "reason": reason}
+
+
+def _ratios(found: Row | None, kept: Row | None) -> Row:
+    if found is None or kept is None:
+        return {}
+    return {"time_ratio": round(found["figures"]["ms"]["median"] / kept["figures"]["ms"]["median"], 5),
+            "pool_ratio": round(found["pool_bytes"] / kept["pool_bytes"], 4)}
+
+
+class _Run:
+    """One way, ready to run. Frees everything when it is closed."""
+
+    def __init__(self, options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int,
+                 policy: Policy | None) -> None:
+        capacity = Capacity(tokens, options.documents)
+        drawn = draw_batches(capacity, options.calls, model.config.vocab_size, mean=options.mean, sigma=options.sigma,
+                             seed=options.seed)
+        self.batches = [batch.to(device) for batch in drawn]
+        self.model, self.device = twin(model, options.attention), device
+        work = Work(self.model, tokens, real=min(batch.num_tokens for batch in drawn))
+        self.way = Graphed("chunk", work, [capacity], "chunk", options.compile)
+        self.engine: Offload | None = None
+        if policy is not None:
+            self.engine = Offload(options.modules, self.way.graphed.capture_backend.lanes, min_bytes=options.min_bytes,
+                                  in_flight=options.in_flight, policy=policy)
+            attach(self.engine, self.model)
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.way.close()
+        free_unused(self.device)
+
+    def prepare(self) -> None:
+        """Trace, plan and capture."""
+        self.way.prepare(self.batches)
+
+    def calls(self) -> None:
+        """All microbatches once."""
+        with self.way.steady():
+            for batch in self.batches:
+                self.way.run(batch)
+
+
+def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str,
+             speed: CopySpeed) -> Row:
+    policy = _policy(options, model, device, tokens, way, speed)
+    free_unused(device)
+    before = held_bytes(device)
+    with _Run(options, model, device, tokens, policy) as run:
+        run.prepare()
+        free_unused(device)
+        peak = peak_bytes(device, run.calls)
+        laps = [time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(options.rounds)]
+        plan = run.engine.plan if run.engine is not None else None
+        row: Row = {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
+                    "peak_bytes": None if peak is None or before is None else peak - before}
+        spent = copy_times(device, run.calls) if plan is not None and plan.moved_bytes else None
+        return row | _of_plan(options, plan, spent, speed)
+
+
+def _of_plan(options: OffloadOptions, plan: OffloadPlan | None, spent: tuple[float, float] | None, speed: CopySpeed
+             ) -> Row:
+    """What was planned, and how fast the copies were that `spent` is of: microseconds out and back."""
+    row: Row = {"out_ceiling_gb_s": speed.to_host_bytes_per_us / 1000,
+                "back_ceiling_gb_s": speed.to_device_bytes_per_us / 1000}
+    if plan is None:
+        return row
+    row |= {"groups": len(plan.moves), "groups_moved": sum(plan.moves), "moved_bytes": plan.moved_bytes,
+            "host_bytes": plan.host_bytes, "planned_saved_bytes": plan.saved_bytes, "lost": round(plan.lost, 5),
+            "exposed_ms": round(plan.exposed_us / 1000, 3), "hidden_ms": round(plan.hidden_us / 1000, 3)}
+    if spent is not None and all(spent):
+        moved = plan.moved_bytes * options.calls / 1000
+        row |= {"out_gb_s": round(moved / spent[0], 2), "back_gb_s": round(moved / spent[1], 2)}
+    return row
+
+
+def _policy(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str,
+            speed: CopySpeed) -> Policy | None:
+    """What makes the plan of a way; None = nothing moves."""
+    if way == "kept":
+        return None
+    if way == "everything":
+        return lambda trace: plan_by_knobs(trace, speed, options.knobs())
+    plan = plan_for_time(_trace(options, model, device, tokens), speed, options.lost)
+    return lambda trace: plan
+
+
+def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int) -> OffloadTrace:
+    """Eager microbatches that move nothing: the last one's times, since the first one makes what is made once."""
+    with _Run(replace(options, calls=1), model, device, tokens, None) as run:
+        way, batch = run.way, run.batches[0]
+        engine = Offload(options.modules, way.graphed.capture_backend.lanes, min_bytes=options.min_bytes, measures=True)
+        attach(engine, run.model)
+        for _ in range(3):
+            torch.autograd.backward(way.graphed.run_eagerly(*way.work.arguments(batch)), way.work.incoming(batch))
+        if engine.trace is None:
+            raise ValueError(f"nothing of {', '.join(options.modules)} is saved by this model")
+        return engine.trace
+
+
+def _most_tokens(options: OffloadOptions, model: DecoderStack, device: torch.device, way: str, speed: CopySpeed,
+                 deadline: Deadline) -> int:
+    """The most tokens, in steps of `options.largest`, that run. Doubles first, then halves what is between."""
+    def fits(steps: int) -> bool:
+        tokens = steps * options.largest
+        found, reason = attempt_alone(partial(_runs, options, model, device, tokens, way, speed), deadline)
+        free_unused(device)
+        if found is None and not any(text in (reason or "") for text in OUT_OF_MEMORY):
+            raise RuntimeError(f"at {tokens} tokens: {reason}")
+        return found is not None
+
+    return options.largest * _search(fits)
+
+
+def _search(fits: Callable[[int], bool]) -> int:
+    """The largest number for which `fits`, 0 if it does not fit 1; what fits a number fits all smaller ones."""
+    good, bad = 0, 1
+    while fits(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def _runs(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str, speed: CopySpeed
+          ) -> bool:
+    with _Run(replace(options, calls=1), model, device, tokens, _policy(options, model, device, tokens, way, speed)
+              ) as run:
+        run.prepare()
+        run.calls()
+        return True

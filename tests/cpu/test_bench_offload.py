@@ -1,0 +1,32 @@
+"""`packgraph bench offload`: a row for each way, plans that are followed, and the search for what fits."""
+import json
+
+import pytest
+import torch
+
+from packgraph.bench.command import bench
+from packgraph.bench.copies import copy_ceiling, copy_times
+from packgraph.bench.offload import _search
+from packgraph.plan.offload import CopySpeed
+
+
+def test_every_way_has_a_row_and_needs_less_memory(capsys):
+    words = "offload --device cpu --layers 3 --min-bytes 1 --rounds 1 --tokens 32 --lost 0.5"
+    assert bench([*words.split(), "--modules", "core_attn", "mlp_act"]) == 0
+    kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["way"] for row in (kept, everything, planned)] == ["kept", "everything", "planned"]
+    assert all(row["reason"] is None and row["figures"]["ms"]["n"] == 1 for row in (kept, everything, planned))
+    assert everything["groups"] == 6 and everything["groups_moved"] == 4
+    assert planned["lost"] <= 0.5 and planned["pool_bytes"] < kept["pool_bytes"] and kept["pool_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5, 63, 64])
+def test_the_largest_number_that_fits_is_found(most):
+    asked = []
+    assert _search(lambda number: asked.append(number) or number <= most) == most
+    assert len(set(asked)) == len(asked) <= 15
+
+
+def test_a_cpu_has_no_copies_to_time():
+    assert copy_ceiling(torch.device("cpu")) == CopySpeed()
+    assert copy_times(torch.device("cpu"), lambda: None) is None
