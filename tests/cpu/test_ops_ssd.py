@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from ssmkit import NAN, ids_of, ssd_inputs, with_gradients
 
 from packgraph.graphs.graphed import graph
+from packgraph.ops.conv import packed_causal_conv
 from packgraph.ops.ssd import naive_ssd, ssd, ssd_problems
 
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -97,6 +98,19 @@ def test_a_graph_replays_other_documents():
         results = [with_gradients(lambda *leaves, m=module, i=ids: m(*leaves, i), inputs, grad)
                    for module in (replayed, eager)]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+def test_compiled_equals_eager():
+    """The choice of kernels is made from shapes and dtypes, which torch.compile looks through."""
+    ids, inputs, grad = ids_of([9, 5], 2), ssd_inputs(16), torch.randn(16, 4, 3)
+
+    def mix(x, *others):
+        weight = torch.ones(x.shape[1] * x.shape[2], 4)
+        return ssd(packed_causal_conv(x.flatten(1), weight, None, ids).view_as(x), *others, ids, Q)
+
+    compiled = torch.compile(mix, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(with_gradients(compiled, inputs, grad), with_gradients(mix, inputs, grad), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(("place", "shape"), [(0, (9, 4)), (1, (9, 3)), (2, (3,)), (3, (9, 3, 5)), (4, (8, 2, 5)),

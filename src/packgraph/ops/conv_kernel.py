@@ -154,8 +154,9 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, 
     (rows, channels), taps = x.shape, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _forward[(triton.cdiv(rows, FORWARD_ROWS), triton.cdiv(channels, FORWARD_COLUMNS))](
-        x, weight, weight if bias is None else bias, document_ids, y, rows, x.stride(0), channels, TAPS=taps,
-        BIAS=bias is not None, ACTIVATION=activation, ROWS=FORWARD_ROWS, COLUMNS=FORWARD_COLUMNS)
+        x, weight, weight if bias is None else bias.contiguous(), document_ids.contiguous(), y, rows,
+        x.stride(0), channels, TAPS=taps, BIAS=bias is not None, ACTIVATION=activation, ROWS=FORWARD_ROWS,
+        COLUMNS=FORWARD_COLUMNS)
     return y
 
 
@@ -169,9 +170,9 @@ def _conv_backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     spans = triton.cdiv(rows, SPAN)
     partial = torch.empty(spans, taps + 1, channels, dtype=torch.float32, device=x.device)
     _backward[(spans, triton.cdiv(channels, SPAN_COLUMNS))](
-        grad, x, weight, weight if bias is None else bias, document_ids, dx, partial, rows, grad.stride(0), x.stride(0),
-        channels, TAPS=taps, BIAS=bias is not None, ACTIVATION=activation, SPAN=SPAN, COLUMNS=SPAN_COLUMNS,
-        num_warps=SPAN_WARPS)
+        grad, x, weight, weight if bias is None else bias.contiguous(), document_ids.contiguous(), dx, partial, rows,
+        grad.stride(0), x.stride(0), channels, TAPS=taps, BIAS=bias is not None, ACTIVATION=activation, SPAN=SPAN,
+        COLUMNS=SPAN_COLUMNS, num_warps=SPAN_WARPS)
     sums = partial.sum(0)
     of_bias = sums[taps].to(weight.dtype if bias is None else bias.dtype, copy=True)
     return dx, sums[:taps].t().to(weight.dtype, copy=True, memory_format=torch.contiguous_format), of_bias

@@ -22,7 +22,8 @@ def _ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | Non
          chunk: int) -> Tensor:
     """y [T, H, P]."""
     from packgraph.ops.ssd_kernel import forward
-    return forward(side_by_side(x), _columns_dense(dt), a, side_by_side(b), side_by_side(c), d, document_ids, chunk)
+    return forward(side_by_side(x), _columns_dense(dt), a.contiguous(), side_by_side(b), side_by_side(c),
+                   None if d is None else d.contiguous(), document_ids.contiguous(), chunk)
 
 
 @torch.library.custom_op("packgraph::ssd_backward", mutates_args=())
@@ -30,8 +31,9 @@ def _ssd_backward(grad: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: 
                   document_ids: Tensor, chunk: int) -> Gradients:
     """Gradients of x, dt, a, b, c and d (one element if there is none)."""
     from packgraph.ops.ssd_backward_kernel import backward
-    dx, ddt, da, db, dc, dd = backward(side_by_side(grad), side_by_side(x), _columns_dense(dt), a, side_by_side(b),
-                                       side_by_side(c), d, document_ids, chunk)
+    dx, ddt, da, db, dc, dd = backward(
+        side_by_side(grad), side_by_side(x), _columns_dense(dt), a.contiguous(), side_by_side(b), side_by_side(c),
+        None if d is None else d.contiguous(), document_ids.contiguous(), chunk)
     return dx, ddt, da, db, dc, a.new_empty(1) if dd is None else dd
 
 
