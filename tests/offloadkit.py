@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from packgraph.graphs.choose import choose_backend
+from packgraph.graphs.choose import make_lanes
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
@@ -50,7 +50,7 @@ def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> Off
     if isinstance(model, GraphedModule):
         lanes = model.capture_backend.lanes
     else:
-        lanes = choose_backend("auto", next(model.parameters()).device, []).lanes
+        lanes = make_lanes(next(model.parameters()).device)
     if late:
         lanes.queues.late.update(late)
     engine = Offload(modules, lanes, **{"min_bytes": 1} | options)

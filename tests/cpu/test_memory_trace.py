@@ -8,6 +8,7 @@ from torch import nn
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.guard import Journal
+from packgraph.graphs.lanes_emulated import EmulatedLanes
 from packgraph.graphs.memory_trace import TraceWindow, pool_model, trace_memory
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory import BankModel, MemoryTrace
@@ -103,7 +104,7 @@ def test_writes_to_tensors_from_outside_are_undone():
 
 def test_memory_that_an_operation_takes_and_gives_back_is_a_block_of_its_own():
     """Where the allocator tells of it, which on the CPU it does not."""
-    window = TraceWindow(Journal(), torch.device("cpu"), [])
+    window = TraceWindow(Journal(), torch.device("cpu"), [], EmulatedLanes())
     told = iter([0, 700])
     window._hidden = SimpleNamespace(begin=lambda: None, end=lambda made: next(told))
     _, (first, second) = window.capture(lambda: (torch.ones(10), torch.ones(20)))

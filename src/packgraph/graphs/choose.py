@@ -1,4 +1,4 @@
-"""Which backend serves a module, and what compiles its stages."""
+"""Which backend serves a module, what compiles its stages, and which lanes copy beside eager work."""
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +7,9 @@ import torch
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cuda import CudaBackend
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.lanes import Lanes
+from packgraph.graphs.lanes_cuda import CudaLanes, streams_beside
+from packgraph.graphs.lanes_emulated import EmulatedLanes
 from packgraph.graphs.program import StageCompiler
 from packgraph.graphs.recorder import RecorderBackend
 
@@ -30,6 +33,14 @@ def choose_backend(name: str, device: torch.device, generators: list[torch.Gener
                              "Use backend='cuda' or 'auto'")
         return RecorderBackend(generators)
     raise ValueError(f"unknown backend {name!r}: use 'auto', 'cuda' or 'recorder'")
+
+
+def make_lanes(device: torch.device) -> Lanes:
+    """Lanes for eager work where there are no graphs."""
+    if device.type == "cuda":
+        out, back = streams_beside(torch.cuda.current_stream(device), 2)
+        return CudaLanes(device, out, back)
+    return EmulatedLanes(set())
 
 
 def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> StageCompiler | None:

@@ -86,6 +86,8 @@ class CudaGraph:
     def reset(self) -> None:
         """Free the executable graph and its claim on the pool."""
         if self.graph is not None:
+            if self.host.arenas.pieces:  # torch takes it for free when nobody holds it: a replay may be copying yet
+                torch.cuda.synchronize(self.pool.device)
             self.graph.reset()
             self.graph = None
             self.pool.live -= 1

@@ -28,6 +28,7 @@ from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.guard import PLAIN_TENSORS, Journal, Watch, shapes_only
+from packgraph.graphs.lanes import Lanes
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, local_tensor
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import refusal
@@ -76,7 +77,7 @@ def _trace(program: Program, backend: Backend, observed: Observed, lends: bool, 
 
     def work() -> None:
         buffers = SpareGradients(program.module)
-        window = TraceWindow(journal, device, buffers.storages())
+        window = TraceWindow(journal, device, buffers.storages(), backend.lanes)
         build = VariantBuild(ObservedProgram(program, effects), slot, window, aliases, buffers, observed, journal,
                              lends)
         build.capture(args, {})
@@ -141,9 +142,9 @@ class _NoGraph:
 class TraceWindow:
     """A window that runs what it should capture, and notes when memory is taken and given back."""
 
-    def __init__(self, journal: Journal, device: torch.device, spare: list[torch.UntypedStorage]) -> None:
-        """spare: memory that may be written to without being put back."""
-        self.journal, self.device = journal, device
+    def __init__(self, journal: Journal, device: torch.device, spare: list[torch.UntypedStorage], lanes: Lanes) -> None:
+        """spare: memory that may be written to without being put back. lanes: of copies beside the operations."""
+        self.journal, self.device, self.lanes = journal, device, lanes
         self.own = {storage._cdata for storage in spare}
         self._hidden = _HiddenMemory(device) if device.type == "cuda" else None
         self._clock = 0
@@ -155,8 +156,11 @@ class TraceWindow:
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[_NoGraph, Result]:
         """Run `run` and note what it allocates."""
         self._brief = brief
+        self.lanes.join()
+        self.lanes.scope += 1  # copies end with the capture that they begin in
         with _Tracing(self):
             result = run()
+            self.lanes.join()
         self._brief = False
         return _NoGraph(), result
 

@@ -10,8 +10,7 @@ from functools import partial
 
 import torch
 
-from packgraph.graphs.choose import choose_backend
-from packgraph.graphs.lanes import Lanes
+from packgraph.graphs.choose import make_lanes
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import named_stages
 from packgraph.offload.attach import attach
@@ -50,7 +49,7 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
     slots = slot_counts(stages, len(model.chunks))[rank] if stages > 1 else [1] * len(model.chunks)
     engines = []
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
-        engine = Offload(options.modules, executor.lanes(number) or _lanes_of(device), min_bytes=options.min_bytes,
+        engine = Offload(options.modules, executor.lanes(number) or make_lanes(device), min_bytes=options.min_bytes,
                          in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled,
                          policy=partial(_plan, config, rank, count))
         attach(engine, chunk)
@@ -60,10 +59,6 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
 
 def _plan(config: TrainConfig, rank: int, slots: int, trace: OffloadTrace) -> OffloadPlan:
     return plan_by_knobs(replace(trace, slots=slots), CopySpeed(), config.offload.knobs(), rank)
-
-
-def _lanes_of(device: torch.device) -> Lanes:
-    return choose_backend("auto", device, []).lanes
 
 
 def offload_problems(config: TrainConfig) -> list[str]:
