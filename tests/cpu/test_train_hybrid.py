@@ -1,4 +1,5 @@
-"""Runs of hybrids from the command line: the preset, weights in and out, options that do not fit."""
+"""Runs of hybrids: the preset, weights in and out, offloading, options that do not fit."""
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -6,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from mambakit import MAMBA, hybrid
+from trainkit import state_of, tiny, trainer
 
 from packgraph import cli
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import load_pretrained, save_pretrained
+from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.signals import StopRequest
 
 SHAPE = hybrid("M-*", num_layers=3, vocab_size=300, activation="relu2", rotary_share=0.0, qk_norm=False, mamba=MAMBA,
                rope_theta=10_000.0)
@@ -27,6 +31,26 @@ def words(tmp_path: Path) -> list[str]:
 
 def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "runs" / "mine" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("granularity", ["eager", "layer", "chunk"])
+def test_a_run_that_offloads_what_mamba_saves_is_bitwise_one_that_does_not(granularity: str, tmp_path: Path) -> None:
+    config = tiny(graph=granularity != "eager", steps=4)
+    shape = hybrid("M*M-", num_layers=4, vocab_size=32, dropout=0.1)
+    config = dataclasses.replace(config, model=shape, graph=dataclasses.replace(
+        config.graph, granularity="layer" if granularity == "eager" else granularity, strict=True))
+    modules = ("mamba_scan", "mlp_act") if granularity == "layer" else ("mamba_norm", "mamba_scan", "mlp_act")
+    moved = dataclasses.replace(config, offload=OffloadConfig(modules=modules, min_bytes=1, margin=0))
+    states = []
+    for number, settings in enumerate((config, moved)):
+        run = trainer(tmp_path / str(number), settings)
+        run.run(StopRequest())
+        states.append(state_of(run))
+        engines = [] if run.executor.prepare is None else run.executor.prepare.engines
+        run.close()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    (engine,) = engines
+    assert engine.plan.moves and all(engine.plan.moves)
 
 
 @pytest.mark.parametrize("granularity", ["layer", "step"])

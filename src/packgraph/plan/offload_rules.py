@@ -3,6 +3,8 @@
     attn_norm  qkv_linear  core_attn  attn_proj  |  mlp_norm  mlp_act  |  expert_fc1  moe_act
     [--------------- stage attn ---------------]    [--- mlp ---]         [-- moe_experts --]
                                                     [ moe_router ]
+    mamba_norm  mamba_scan
+    [--- stage mamba ----]
 
 What stands against a set:
 * attn_proj without core_attn: its input is the output of the attention, which that keeps for its own backward.
@@ -21,6 +23,8 @@ STAGES_OF = {
     "qkv_linear": ("attn",),
     "core_attn": ("attn",),
     "attn_proj": ("attn",),
+    "mamba_norm": ("mamba",),
+    "mamba_scan": ("mamba",),
     "mlp_norm": ("mlp", "moe_router"),
     "mlp_act": ("mlp", "moe_router"),
     "expert_fc1": ("moe_experts",),
@@ -29,7 +33,8 @@ STAGES_OF = {
 MODULES = tuple(STAGES_OF)
 EXPERT_MODULES = ("expert_fc1", "moe_act")
 # Norm -> pairs of the stage that reads the hidden state first and the one that adds to it last.
-NORM_SPANS = {"attn_norm": (("attn", "attn"),), "mlp_norm": (("mlp", "mlp"), ("moe_router", "moe_combine"))}
+NORM_SPANS = {"attn_norm": (("attn", "attn"),), "mamba_norm": (("mamba", "mamba"),),
+              "mlp_norm": (("mlp", "mlp"), ("moe_router", "moe_combine"))}
 
 
 def why_not(modules: Collection[str], stages: Sequence[NamedStage], runs: Sequence[Run],

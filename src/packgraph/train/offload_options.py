@@ -8,8 +8,8 @@ from packgraph.plan.offload_knobs import OffloadKnobs
 class OffloadConfig:
     """Which activations wait in pinned host memory between forward and backward, to fit longer rows.
 
-    modules: what may move, of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, mlp_act, expert_fc1 and moe_act;
-        none = nothing. With graph.compile any of them means all that a layer saves.
+    modules: what may move, of attn_norm, qkv_linear, core_attn, attn_proj, mamba_norm, mamba_scan, mlp_norm, mlp_act,
+        expert_fc1 and moe_act; none = nothing. With graph.compile any of them means all that a layer saves.
     fraction: of the groups (one module of one layer each) that may move, those first in the forward move.
     min_bytes: tensors and groups smaller than that stay.
     margin: groups that stay because the backward needs them first; none = the last one of each module.
