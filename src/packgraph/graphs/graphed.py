@@ -4,7 +4,6 @@ A call goes one way: is there a reason to run eagerly? which key is it? is a slo
 it if not; copy in, replay, clone out. Every branch that ends in eager execution is counted under its reason.
 """
 import contextlib
-import copy
 import threading
 import time
 import warnings
@@ -30,6 +29,7 @@ from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.steady import Steady
+from packgraph.graphs.vote import Vote, alone, call_name
 from packgraph.graphs.wrapper import Wrapper, as_in_training
 from packgraph.packing.capacity import Capacity, read_capacities
 
@@ -68,7 +68,8 @@ class GraphedModule(Wrapper):
     """What `packgraph.graph` returns: behaves as the module it wraps (parameters, state_dict, train and eval).
 
     stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its slots; outputs and the
-    gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones.
+    gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones. vote:
+    asked after every capture of `build`, where other ranks must make the same ones; a failure of one is one of all.
     """
 
     def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str,
@@ -96,6 +97,7 @@ class GraphedModule(Wrapper):
         self._closed = False
         self._steady: Steady | None = None
         self.lends = False
+        self.vote: Vote = alone
         self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
         self._refusal: Refusal | None = None
         self._seal()
@@ -234,11 +236,17 @@ class GraphedModule(Wrapper):
         self._slots.clear()
 
     def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
+        failed: CaptureError | None = None
         try:
             self._variant(call, slot, args, {})
         except CaptureError as error:
+            failed = error
+        failed = self.vote(call_name(self.module, args), failed)
+        if failed is not None:
             self._failed.add(call.key)
-            self._complain(error)
+            if call.key in slot.variants:  # it is another rank that failed
+                slot.variants.pop(call.key).reset()
+            self._complain(failed)
 
     def _reason_for_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call cannot be a replay, from host facts alone."""
@@ -362,14 +370,6 @@ class GraphedModule(Wrapper):
             raise RuntimeError(f"the module was moved from {self.device} to {tensor.device} after packgraph.graph "
                                "wrapped it: move it first, then wrap it")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """A copy of the wrapped module, not graphed: graphs belong to one set of storages."""
-        return copy.deepcopy(self.module, memo)
-
-    def __reduce__(self) -> Any:
-        """Pickled as the wrapped module."""
-        return _unwrapped, (self.module,)
-
     def _variant(self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
         if call.key not in slot.variants:
@@ -393,7 +393,3 @@ class GraphedModule(Wrapper):
             raise error
         message = f"running eagerly from here on, because a capture failed: {error}"
         warnings.warn(message, PackgraphWarning, stacklevel=4)
-
-
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    return module

@@ -27,6 +27,7 @@ from packgraph.graphs.parameters import GradientBuffers, aliased_parameters
 from packgraph.graphs.program import hide_lengths
 from packgraph.graphs.signature import signature
 from packgraph.graphs.slot import Slot
+from packgraph.graphs.vote import Vote, alone
 
 MAX_STEP_KEYS = 16
 Step = Callable[..., torch.Tensor]
@@ -57,6 +58,7 @@ class GraphedStep:
                  limit: int = MAX_STEP_KEYS, compiled: bool = False) -> None:
         self.modules, self.run, self.limit, self.compiled = torch.nn.ModuleList(modules), run, limit, compiled
         self._backend, self._device = backend, device
+        self.vote: Vote = alone  # asked after every capture, as in GraphedModule
         self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
         self._fingerprint: Fingerprint | None = None
@@ -102,11 +104,17 @@ class GraphedStep:
         self._fingerprint = self._fingerprint or Fingerprint(self.modules)
         self.stats.recaptures["a larger variant took the slot"] += self._slot.make_room(call.nbytes)
         started = time.perf_counter()
+        failed: CaptureError | None = None
         try:
             self._slot.variants[call.key] = self._capture(args)
-        except CaptureError:
+        except CaptureError as error:
+            failed = error
+        failed = self.vote("a whole step", failed)
+        if failed is not None:
             self._failed.add(call.key)
-            raise
+            if call.key in self._slot.variants:  # it is another rank that failed
+                self._slot.variants.pop(call.key).reset()
+            raise failed
         self.stats.recaptures["a larger variant took the slot"] += self._slot.forget_smaller(call.key)
         self.stats.captured += 1
         self.stats.capture_seconds += time.perf_counter() - started

@@ -4,6 +4,7 @@ The tables of `nn.Module` are shared, so that names carry no prefix and a regist
 both. What is a method of `nn.Module` over those tables and may be overridden by the module is delegated.
 """
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -108,8 +109,20 @@ class Wrapper(torch.nn.Module):
         """Set the wrapped module's extra state."""
         self.module.set_extra_state(state)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """A copy of the wrapped module alone: what wraps it belongs to one set of storages."""
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> Any:
+        """Pickled as the wrapped module."""
+        return _unwrapped, (self.module,)
+
     def _save_to_state_dict(self, *args: Any) -> None:
         self.module._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self.module._load_from_state_dict(*args)
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    return module

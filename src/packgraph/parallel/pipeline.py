@@ -22,6 +22,7 @@ from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.step import GraphedStep
+from packgraph.graphs.vote import Vote
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.flight import Arrival, Flight
@@ -93,6 +94,11 @@ class Pipeline:
         if any(facts[0] for facts in self.links.gather_facts([failed])):
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
+
+    def vote_on_steps(self, vote: Vote) -> None:
+        """Ask `vote` after every capture of a whole step."""
+        if self._whole is not None:
+            self._whole.vote = vote
 
     def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
         """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes, no values."""

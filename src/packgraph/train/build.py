@@ -15,6 +15,7 @@ from packgraph.parallel.context import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
+from packgraph.parallel.votes import replica_vote, stage_vote
 from packgraph.train.autotune import Autotune
 from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
 from packgraph.train.executor import Executor
@@ -68,6 +69,7 @@ def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device,
     pipeline (of one rank for graphs of whole steps without the update)."""
     config = with_context_buckets(config)
     executor = _make_executor(model, config, device, mesh)
+    executor.vote_by(stage_vote(mesh), replica_vote(mesh))
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
         executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor,

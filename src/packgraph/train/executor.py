@@ -19,6 +19,7 @@ from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.lanes import Lanes
 from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.autotune import Autotune
@@ -49,6 +50,7 @@ class Executor:
     memory: MemoryPlan | None = None  # what graphs take, by a prediction; known when warm-up is over
     _measured = 0
     everyone: dist.ProcessGroup | None = None  # the ranks that must capture the same, None = this one alone
+    _vote: Vote = staticmethod(alone)
 
     def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
         self._model = model
@@ -125,6 +127,12 @@ class Executor:
         """The lanes that copy beside the work of this rank's chunk number `chunk`; None where there are no graphs."""
         return self._graphed[chunk].capture_backend.lanes if self._graphed else None
 
+    def vote_by(self, stage: Vote, replica: Vote) -> None:
+        """Agree about captures by `stage`; about those of whole steps, which reach over all stages, by `replica`."""
+        self._vote = stage
+        for graphed in self._graphed:
+            graphed.vote = stage
+
     def rebuild(self) -> None:
         """Capture all graphs anew, where there are any: shapes in the model have changed. Nothing may be in flight."""
         if self._warm:
@@ -137,7 +145,7 @@ class Executor:
         """Predict what graphs will take; the capacities to capture, largest first."""
         agree = agreement(self.everyone, self._device)
         self.memory = plan_memory(self._graphed, arguments, slots, self._options.captured_capacities(),
-                                  limit_of(self._options.memory_budget, self._device), agree)
+                                  limit_of(self._options.memory_budget, self._device), agree, self._vote)
         return self.memory.kept[::-1]
 
     def _measure(self) -> None:

@@ -20,6 +20,7 @@ from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
+from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory import BankMemory
 from packgraph.plan.memory_budget import budget_bytes, shown
@@ -76,22 +77,27 @@ class MemoryPlan:
 
 
 def plan_memory(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Sequence[int],
-                capacities: Sequence[Capacity], budget: int | None = None, agree: Agree = lambda mine: mine
-                ) -> MemoryPlan:
+                capacities: Sequence[Capacity], budget: int | None = None, agree: Agree = lambda mine: mine,
+                vote: Vote = alone) -> MemoryPlan:
     """Predict the graphs of `capacities` in `slots` slots of each chunk, and tell the chunks what is dropped.
 
     arguments: of a call of chunk number ... for a capacity. budget: bytes for pools and slot buffers of all chunks,
-    None = no limit. Changes no training state. Collective where `agree` is, or the chunks are.
+    None = no limit. vote: whether a trace went well on all ranks that exchange data in it. Changes no training state.
+    Collective where `agree` is, or the chunks are.
     """
     kept, dropped, notes = sorted(set(capacities)), list[Capacity](), list[str]()
     banks: tuple[BankMemory, ...] = ()
     while kept:
         largest = kept[-1]
+        error: CaptureError | None = None
         try:
             banks = tuple(predict_bank(chunk, {largest: trace_memory(chunk, arguments(number, largest))}, slots[number])
                           for number, chunk in enumerate(chunks))
             needed, what = sum(bank.total for bank in banks), "its graphs need "
-        except CaptureError as error:
+        except CaptureError as failed:
+            error = failed
+        error = vote(f"the memory of graphs of {str_of(largest)}", error)
+        if error is not None:
             banks, needed, what = (), 0, "its graphs are not predicted here"
             if isinstance(error.__cause__, torch.OutOfMemoryError) and budget is not None:
                 needed, what = 2 * budget, "not even one eager microbatch of it has room; that is more than "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.vote import Vote
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.links import make_links
@@ -86,6 +87,11 @@ class StageExecutor(Executor):
         self._pipeline.build([sample_batch(capacity).to(self._device) for capacity in capacities], self._slots)
         self._measure()
         return True
+
+    def vote_by(self, stage: Vote, replica: Vote) -> None:
+        """As Executor's."""
+        super().vote_by(stage, replica)
+        self._pipeline.vote_on_steps(replica)
 
     def free_graphs(self, bucket: Capacity | None) -> None:
         """As Executor's."""

@@ -19,6 +19,7 @@ from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.signature import undeclared
 from packgraph.graphs.step import GraphedStep
+from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.executor import Executor
@@ -32,6 +33,12 @@ class StepExecutor(Executor):
     def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
         super().__init__(model, replace(options, granularity="chunk"), device)
         self._whole: GraphedStep | None = None
+        self._whole_vote: Vote = alone
+
+    def vote_by(self, stage: Vote, replica: Vote) -> None:
+        """As Executor's."""
+        super().vote_by(stage, replica)
+        self._whole_vote = replica
 
     def before_step(self, steps_done: int) -> bool:
         """Whether `steps_done` is the end of warm-up. Graphs of microbatches are captured when a step needs them."""
@@ -95,7 +102,9 @@ class StepExecutor(Executor):
                 loss.backward()
             return torch.stack([total, optimizer.update()])
 
-        return GraphedStep([self._model], run, graphed.capture_backend, self._device, compiled=graphed.compiles)
+        made = GraphedStep([self._model], run, graphed.capture_backend, self._device, compiled=graphed.compiles)
+        made.vote = self._whole_vote
+        return made
 
     def _reason_against(self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]) -> str | None:
         """Why this step cannot be a replay, or None; captures it if it is new."""
