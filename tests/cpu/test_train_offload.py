@@ -16,8 +16,11 @@ DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_a
 
 def finish(folder, config):
     run = trainer(folder, config, RandomPacks())
-    run.run(StopRequest())
+    summary = run.run(StopRequest())
     state, prepare = state_of(run), run.executor.prepare
+    if prepare is not None:
+        (told,) = summary["offload"]
+        assert told["moved_bytes"] <= told["bytes"] and told["groups"] == len(prepare.engines[0].plan.moves)
     run.close()
     return state, prepare
 

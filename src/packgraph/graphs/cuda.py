@@ -129,6 +129,8 @@ class CudaWindow:
         telling the allocator, and taking the generators out of capture mode. The first is said here; the second a
         small capture that succeeds does on the way.
         """
+        with contextlib.suppress(RuntimeError):  # of a capture that the driver has voided already
+            self.lanes.join()
         try:
             graph.capture_end()
         except RuntimeError:

@@ -8,7 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,14 @@ class Counts:
     fallbacks: int
 
 
+class Preparation(Protocol):
+    """What else has to be ready before a step, and what it says of itself in summary.json."""
+
+    def __call__(self, steps_done: int) -> None: ...
+
+    def summary(self) -> dict[str, Any]: ...
+
+
 class Executor:
     """Runs microbatches of one model. `close` frees the graphs.
 
@@ -45,7 +53,7 @@ class Executor:
     """
 
     autotune: Autotune | None = None
-    prepare: Callable[[int], None] | None = None
+    prepare: Preparation | None = None
 
     memory: MemoryPlan | None = None  # what graphs take, by a prediction; known when warm-up is over
     _measured = 0
@@ -226,7 +234,8 @@ class Executor:
         pool = {"pool_bytes": self.pool_bytes()} if self._graphed else {}
         tuned = {} if self.autotune is None else self.autotune.summary()
         memory = {} if self.memory is None else {"memory": self.memory.summary(self._measured)}
-        return {"backend": self.backend, **self.totals(), **pool, **memory, **tuned, **self._compiled()}
+        prepared = {} if self.prepare is None else self.prepare.summary()
+        return {"backend": self.backend, **self.totals(), **pool, **memory, **tuned, **prepared, **self._compiled()}
 
     def _compiled(self) -> dict[str, Any]:
         if not self._options.compile:

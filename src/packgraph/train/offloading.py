@@ -7,6 +7,7 @@ such layers has nothing to do.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -37,6 +38,15 @@ class Offloading:
             engine.end_step()
             if steps_done == self._warmup and engine.trace is not None:
                 engine.settle()
+
+    def summary(self) -> dict[str, Any]:
+        """What was planned, for each chunk: groups and bytes of a microbatch, and what the plan predicts."""
+        plans = [(engine.trace, engine.plan) for engine in self.engines]
+        return {"offload": [
+            {"groups": len(plan.moves), "moved": sum(plan.moves), "bytes": trace.bytes, "moved_bytes": plan.moved_bytes,
+             "host_bytes": plan.host_bytes, "saved_bytes": plan.saved_bytes,
+             "exposed_ms": round(plan.exposed_us / 1000, 3), "hidden_ms": round(plan.hidden_us / 1000, 3)}
+            for trace, plan in plans if trace is not None and plan is not None]}
 
 
 def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor, device: torch.device, mesh: Mesh
