@@ -2,6 +2,7 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from contextkit import Source, Tokens
@@ -11,8 +12,13 @@ from trainkit import tiny
 
 from packgraph.diagnose.matrix import dynamic_config, switching_steps
 from packgraph.diagnose.ranks import verify_ranks
+from packgraph.models.decoder import DecoderModel
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.packing.document import IGNORED, Document
 from packgraph.parallel.collect import collect
+from packgraph.parallel.context import spread_context
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train.data import DataConfig, PlannedSteps
 from packgraph.train.dynamic_context import context_request
@@ -126,3 +132,59 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint_between_plans(tmp_path):
     equal(ranks(CP2, folder, config(CP2, 6, enabled=False), True)[0][0], whole)
     rows = [read_metrics(one / METRICS) for one in (folder, tmp_path / "whole")]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+
+
+def isolated(mesh):
+    """Losses of a row whose first document alone has labels, beside other documents, over 1, 2 and 4 ranks; and of a
+    row with a thousand tiny ones."""
+    model = DecoderModel(config(CP4).model).train()
+    spread_context(model, mesh, 64)
+    found = []
+    for size in (1, 2, 4):
+        draw = np.random.default_rng(size)
+        first, rest = 17 * size + 1, 64 * size - 17 * size - 2  # neither ends where a rank's rows do
+        tokens = draw.integers(32, size=first)
+        for seed in range(3):
+            other = np.random.default_rng(seed).integers(32, size=rest)
+            row = PackedBatch.build([
+                Document(other[: rest // 3], np.full(rest // 3, IGNORED)), Document(tokens),
+                Document(other[rest // 3 :], np.full(rest - rest // 3, IGNORED))], Capacity(64 * size, 4))
+            model.zero_grad()
+            loss = model(row, torch.ones((), dtype=torch.int64))
+            loss.backward()
+            found.append((size, loss.detach(), model.layers["0"].mlp.up_proj.weight.grad.clone()))
+    tiny_ones = PackedBatch.build([[number % 32, 1] for number in range(1000)], Capacity(2048, 1024))
+    return found, [model(tiny_ones, None, None, size).detach() for size in (1, 2, 4)]
+
+
+def test_documents_do_not_see_each_other_whatever_shares_their_row():
+    ranks_found = run_ranks(isolated, 4, layout=Layout(dp=1, cp=4, contexts=(1, 2, 4)))
+    for found, _ in ranks_found:
+        for size in (1, 2, 4):
+            (_, loss, gradient), *others = [one for one in found if one[0] == size]
+            for _, other, other_gradient in others:
+                assert torch.equal(loss, other)
+                torch.testing.assert_close(gradient, other_gradient, rtol=1e-4, atol=1e-6)
+    whole = ranks_found[0][1][0]
+    for place, size in ((1, 2), (2, 4)):
+        torch.testing.assert_close(sum(tiny[place] for _, tiny in ranks_found[:size]), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [CP2, Layout(dp=2, cp=2, ep=2)], ids=str)
+def test_experts_are_those_of_whole_rows_in_groups_of_any_size(layout):
+    """Whatever its groups are, a rank has as many rows as every other, so exchanges of tokens are as without groups."""
+    experts = {"experts": ExpertConfig(count=4, per_token=2, intermediate_size=16, shared=1, score="sigmoid",
+                                       score_bias=True, bias_rate=0.01, load_loss=0.3, document_loss=0.2, z_loss=0.1)}
+    settings = config(layout, dropout=0.1, model=experts)
+    reports = run_ranks(verified, layout.dp * layout.cp, settings, None, layout=settings.parallel.layout(),
+                        seconds=120.0)
+    assert all(report.good for report in reports), reports[0]
+
+
+@pytest.mark.slow
+def test_timing_graphs_against_eager_changes_no_numbers(tmp_path):
+    eager = ranks(CP2, tmp_path / "eager", config(CP2, 24, enabled=False))[0][0]
+    tuned, totals = ranks(CP2, tmp_path / "tuned", config(CP2, 24, autotune=True))[0]
+    equal(eager, tuned)
+    assert any("timed" in reason for reason in totals["fallbacks"])
