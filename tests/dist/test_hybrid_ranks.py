@@ -11,6 +11,8 @@ from mambakit import EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid
 from model_batches import hand_batch
 from trainkit import RandomPacks, tiny, trainer
 
+from packgraph.diagnose.matrix import dynamic_config, switching_steps, tiny_hybrid_config
+from packgraph.diagnose.ranks import verify_ranks
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.context import ContextGroup, own_rows
@@ -199,6 +201,25 @@ def test_the_number_of_ranks_may_change_with_every_microbatch():
     for (expected, _), (found, replayed) in zip(eager, graphs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
         assert replayed == 6
+
+
+def verified(mesh, settings, layout):
+    return verify_ranks("hybrid", settings, lambda: switching_steps(layout), torch.device("cpu"), mesh,
+                        one_process=True)
+
+
+@pytest.mark.parametrize(("layout", "granularity"), [
+    (CP2, "chunk"), pytest.param(CP4, "layer", marks=pytest.mark.slow),
+    pytest.param(CP2_PP2, "chunk", marks=pytest.mark.slow)], ids=str)
+def test_planned_rows_over_changing_ranks_are_verified(layout, granularity):
+    """The trainer's dynamic context parallelism: bitwise against eager on every rank, one process within rounding."""
+    settings = dynamic_config(layout, granularity, 5)
+    model = dataclasses.replace(tiny_hybrid_config(granularity, 0.1, 5).model, num_layers=max(4, 4 * layout.pp))
+    settings = dataclasses.replace(settings, model=model)
+    reports = run_ranks(verified, layout.cp * layout.pp, settings, layout, layout=settings.parallel.layout(),
+                        seconds=200.0)
+    assert all(report.good for report in reports), reports[0]
+    assert all(set(rank.fallbacks) <= {"warm-up"} for rank in reports[0].ranks)
 
 
 def one_document_changed(mesh):
