@@ -68,6 +68,9 @@ def test_a_step_is_as_full_as_its_waves_allow():
         step = planned.next_step()
         assert sum(pack.capacity.tokens for pack in step) == 3 * WORLD * TOKENS
         assert planned.plan.padding < 0.05 and 0 < planned.plan.balance <= 1
+    told = planned.summary()
+    assert 0 < told["balance_least"] <= told["balance_mean"] <= 1 and not stream().summary()
+    assert sum(int(size) * count for size, count in told["rows_by_ranks"].items()) == 5 * 3 * WORLD
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])

@@ -35,7 +35,7 @@ from packgraph.train.checkpoint import (
 )
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import to_dict
-from packgraph.train.data import DataError, Microbatches
+from packgraph.train.data import DataError, Microbatches, PlannedSteps
 from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import add_counts
 from packgraph.train.left_out import LeftOut
@@ -330,6 +330,8 @@ class Trainer:
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         summary = {"ended": ended, "device": str(self.device)} | summarize(log.rows) | {
             "documents": self._left_out.counts()} | self.executor.summary() | self._graphs()
+        if isinstance(self.microbatches, PlannedSteps):
+            summary["context"] = self.microbatches.summary()
         if "loss_first" in self._summary_before:  # the mean over more steps, of a longer run, would be another one
             summary["loss_first"] = self._summary_before["loss_first"]
         return summary

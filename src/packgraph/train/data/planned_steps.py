@@ -7,7 +7,9 @@ the front. All ranks read the whole stream and make the same plan, so nothing is
 `Microbatches`, to be taken between two steps: it knows nothing of plans, so a run may go on with other ranks.
 """
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from packgraph.packing.batch import HostFacts, PackedBatch
 from packgraph.packing.build import fill
@@ -26,7 +28,7 @@ Tag = tuple[int, int]
 class PlannedSteps(Microbatches):
     """Planned steps on the host; as `Microbatches`, but `next_step` takes the place of `next`.
 
-    plan: of the step that was taken last, None before the first.
+    plan: of the step that was taken last, None before the first. Its figures are summed up for `summary`.
     """
 
     def __init__(self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer,
@@ -35,6 +37,8 @@ class PlannedSteps(Microbatches):
         multiple: of places that documents take up in any row."""
         self._request = request
         self.plan: ContextPlan | None = None
+        self._balances: list[float] = []
+        self._sizes: Counter[int] = Counter()
         super().__init__(config, source, tokenizer, capacities, multiple)
 
     def __next__(self) -> PackedBatch:
@@ -53,9 +57,19 @@ class PlannedSteps(Microbatches):
             return []
         self.plan = plan_context([self._capacities.places(length) for length in waiting.lengths], self._request)
         groups = [group for wave in self.plan.waves for group in wave]
+        self._balances.append(self.plan.balance)
+        self._sizes.update(group.size for group in groups)
         packs = [self._pack([waiting.documents[place] for place in group.documents], group.bucket) for group in groups]
         waiting.keep(self.plan.left)
         return packs
+
+    def summary(self) -> dict[str, Any]:
+        """Of all steps planned by this process: balance, the lower bound of a step's time over its prediction, and how
+        many rows were shared by how many ranks."""
+        if not self._balances:
+            return {}
+        return {"balance_mean": sum(self._balances) / len(self._balances), "balance_least": min(self._balances),
+                "rows_by_ranks": {str(size): count for size, count in sorted(self._sizes.items())}}
 
     def _pack(self, documents: Sequence[Document], bucket: Capacity) -> PackedBatch:
         data, loss_tokens = fill(documents, bucket)
