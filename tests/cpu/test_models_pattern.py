@@ -13,7 +13,11 @@ from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.mamba_config import MambaConfig
 from packgraph.models.pattern import BRANCHES, read_pattern, write_pattern
 from packgraph.models.sizes import token_weights
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems
+from packgraph.plan.bucket_cost import CostModel
+from packgraph.train.decoder_estimates import DecoderMemory
+from packgraph.train.plan_context import context_cost
 
 DENSE = DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_layers=6, num_heads=4, num_kv_heads=2,
                       head_dim=8)
@@ -102,3 +106,17 @@ def test_stages_are_those_of_the_pattern():
 def test_tensor_parallelism_is_refused_with_the_reason():
     (problem,) = tensor_problems(HYBRID, 2)
     assert "not with model.pattern 'M-M*-E'" in problem
+
+
+def test_estimates_count_each_kind_of_layer():
+    """Exchange between ranks and memory of graphs: of half as many layers half as much."""
+    mixed, attention, scans = (dataclasses.replace(
+        HYBRID, pattern=pattern, experts=ExpertConfig(), mamba=MAMBA if "M" in pattern else MambaConfig())
+        for pattern in ("M*", "*", "M"))
+    costs = [context_cost(config, 1, CostModel()) for config in (mixed, attention, scans)]
+    assert costs[0].exchange_us == pytest.approx((costs[1].exchange_us + costs[2].exchange_us) / 2)
+    assert costs[0].group_us == costs[1].group_us == costs[2].group_us > 0
+    assert costs[2].attention_us == 0 < 2 * costs[0].attention_us == pytest.approx(costs[1].attention_us)
+    bytes_of = [DecoderMemory(config, 6, 2)(Capacity(256, 8)) for config in (mixed, attention, scans)]
+    assert 2 * bytes_of[0] == pytest.approx(bytes_of[1] + bytes_of[2], abs=2)
+    assert bytes_of[2] > 6 * 256 * 2 * (3 * 16 + 2 * 56 + 3 * 32)

@@ -101,16 +101,19 @@ def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool)
 
 
 def context_cost(model: DecoderConfig, parts: int, measured: CostModel) -> ContextCost:
-    """`decoder_cost` and what groups exchange: queries, keys, values and outputs of every layer.
+    """`decoder_cost` and what groups exchange: queries, keys, values and outputs of every layer of attention; what goes
+    into the convolution of every Mamba-2 layer, its time steps, and its outputs.
 
     parts: ranks that share heads (tp). Latent attention exchanges keys and values of all heads.
     """
-    layers = model.num_layers / MEASURED_LAYERS
+    mamba, attending, scanning = model.mamba, model.count("attn"), model.count("mamba")
     key_heads = model.num_heads if model.latent.enabled else model.num_kv_heads
     vectors = (model.num_heads + key_heads) * sum(head_sizes(model))
-    measured_vectors = 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
-    return ContextCost.of(decoder_cost(model, parts, measured), group_us=GROUP_US * layers,
-                          exchange_us=EXCHANGE_US * layers * vectors / measured_vectors / parts)
+    columns = attending * vectors + scanning * (mamba.channels + mamba.num_heads + mamba.inner)
+    measured_columns = MEASURED_LAYERS * 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
+    return ContextCost.of(decoder_cost(model, parts, measured),
+                          group_us=GROUP_US * (attending + scanning) / MEASURED_LAYERS,
+                          exchange_us=EXCHANGE_US * columns / measured_columns / parts)
 
 
 def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[int]:
