@@ -156,6 +156,10 @@ def test_what_a_run_is_asked_for_follows_from_its_options():
         (16, 8), (16, 16), (32, 8), (32, 16), (64, 8), (64, 16)]
     assert rank_tokens(with_context_buckets(config)) == rank_tokens(config) == 16
     assert config.parallel.layout() == Layout(dp=2, cp=4, contexts=(1, 2, 4))
+    capped = run_config(dp=2, max_documents=4)
+    assert context_request(capped, 8, torch.device("cpu")).places == (4, 8, 16)
+    captured = with_context_buckets(capped).graph.captured_capacities()
+    assert [(bucket.tokens, bucket.documents) for bucket in captured] == [(16, 4), (32, 4), (64, 4)]
     assert context_sizes(12) == (1, 2, 4, 12) and context_sizes(1) == (1,)
     static = dataclasses.replace(config, parallel=ParallelConfig(cp=4))
     assert rank_tokens(static) is None and with_context_buckets(static) is static

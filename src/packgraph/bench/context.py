@@ -236,10 +236,11 @@ class _ContextBench:
                        "host_ms": 1000 * max(host for _, host in every)}, step.tokens)
 
     def _largest_alone(self, contest: Contest) -> None:
-        """What the bank of a way takes over a bank of its largest bucket alone. Collective."""
+        """What the bank of a way takes over a bank of its largest bucket alone; not compiled, which takes minutes.
+        Collective."""
         for name in contest.running:
             pools = contest.extras[name].get("pool_bytes")
-            if pools is None or self._late():
+            if pools is None or "compile" in name or self._late():
                 continue
             free_unused(self.device)
             largest = self.buckets(name.partition("+")[0])[-1]
