@@ -13,6 +13,7 @@ from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
 from packgraph.packing.waiting import pack_lengths
 from packgraph.plan.context_kind import choose_context_kind, document_multiple, row_places, row_problems
+from packgraph.train.executor import sample_batch
 
 
 @st.composite
@@ -126,3 +127,11 @@ def test_a_document_may_be_as_long_as_its_places_fit():
         CapacitySet([Capacity(32, 8)], 64)
     with pytest.raises(ValueError, match="multiple of at least 1 place, not 0"):
         pack([[1]], Capacity(8, 1), multiple=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_samples_for_captures_fit_into_every_row_that_can_be_cut(ranks):
+    """Halves of 36 tokens take up 40 places with two ranks: every capture failed, and the run went on eagerly."""
+    for tokens in range(2 * ranks, 24 * ranks, 2 * ranks):
+        for capacity in (Capacity(tokens, 4), Capacity(tokens, 1), Capacity(tokens, 4, 2 * ranks)):
+            assert not row_problems(sample_batch(capacity).lengths, tokens, "zigzag", ranks), capacity
