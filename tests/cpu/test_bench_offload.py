@@ -10,13 +10,15 @@ from packgraph.bench.offload import _search
 from packgraph.plan.offload import CopySpeed
 
 
-def test_every_way_has_a_row_and_needs_less_memory(capsys):
+def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
     words = "offload --device cpu --layers 3 --min-bytes 1 --rounds 1 --tokens 32 --lost 0.5"
-    assert bench([*words.split(), "--modules", "core_attn", "mlp_act"]) == 0
+    assert bench([*words.split(), "--modules", "core_attn", "mlp_act", "--draw", str(tmp_path)]) == 0
     kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["way"] for row in (kept, everything, planned)] == ["kept", "everything", "planned"]
     assert all(row["reason"] is None and row["figures"]["ms"]["n"] == 1 for row in (kept, everything, planned))
     assert everything["groups"] == 6 and everything["groups_moved"] == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"tiny-32-{way}.{kind}" for way in ("everything", "planned") for kind in ("svg", "trace.json")]
     assert planned["lost"] <= 0.5 and planned["pool_bytes"] < kept["pool_bytes"] and kept["pool_ratio"] == 1.0
 
 

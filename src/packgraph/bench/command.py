@@ -133,6 +133,7 @@ def _offload_options(offload: argparse.ArgumentParser) -> None:
     offload.add_argument("--rounds", type=_count, default=9, metavar="N", help="(default: 9)")
     offload.add_argument("--largest", type=int, default=0, metavar="T",
                          help="look for the most tokens that run, in steps of T (default: 0, do not)")
+    offload.add_argument("--draw", type=Path, metavar="FOLDER", help="write pictures of the plans there")
     offload.add_argument("--compile", action="store_true", help="graphs of compiled code")
 
 
@@ -282,7 +283,7 @@ def _offload(asked: argparse.Namespace) -> int:
     rows = Rows(facts(device, asked.commit), asked.out)
     options = OffloadOptions(**_shared(  # type: ignore[arg-type]
         asked, device, "layers", "part", "documents", "modules", "lost", "in_flight", "min_bytes", "rounds", "largest",
-        "compile", "attention"))
+        "compile", "attention", "draw"))
     return _finish(rows, lambda: bench_offload(options, device, rows, Deadline(asked.seconds)), "bench offload",
                    OFFLOAD_COLUMNS)
 

@@ -7,11 +7,12 @@
 Each way runs by itself: forward and backward of one microbatch at a time, by one graph each. Bytes are those of the
 graphs' pool and of everything held at the peak, parameters and gradients left out. The copies' speed comes from a
 profile of one more replay, their ceiling from plain copies of pinned memory. With --largest the most tokens are looked
-for with which the first and the second way still run.
+for with which the first and the second way still run; with --draw FOLDER plans are drawn as SVG and as Chrome traces.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -26,9 +27,12 @@ from packgraph.models.stack import DecoderStack
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload, Policy
 from packgraph.packing.capacity import Capacity
+from packgraph.plan.drawing.offload_chrome import chrome_trace
+from packgraph.plan.drawing.offload_svg import draw_offload_svg
 from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.plan.offload_knobs import OffloadKnobs, plan_by_knobs
 from packgraph.plan.offload_search import plan_for_time
+from packgraph.plan.offload_simulate import simulate_offload
 
 OFFLOAD_WAYS = ("kept", "everything", "planned")
 USUAL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_act", "expert_fc1", "moe_act")
@@ -47,7 +51,8 @@ COLUMNS: list[Column] = [
 @dataclass(frozen=True)
 class OffloadOptions:
     """What to measure. modules: names that may move; those the model has not are left out. lost: share of the time that
-    the planned way may lose. largest: step in tokens of the search for the most that fit, 0 = no search."""
+    the planned way may lose. largest: step in tokens of the search for the most that fit, 0 = no search. draw: a folder
+    for pictures of the plans."""
 
     model: str
     layers: int | None
@@ -61,6 +66,7 @@ class OffloadOptions:
     rounds: int = 9
     calls: int = 4
     largest: int = 0
+    draw: Path | None = None
     compile: bool | str = False
     attention: str = "auto"
     mean: float = 1024.0
@@ -142,7 +148,7 @@ class _Run:
 
 def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str,
              speed: CopySpeed) -> Row:
-    policy = _policy(options, model, device, tokens, way, speed)
+    policy, measured = _policy(options, model, device, tokens, way, speed)
     free_unused(device)
     before = held_bytes(device)
     with _Run(options, model, device, tokens, policy) as run:
@@ -151,10 +157,23 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
         peak = peak_bytes(device, run.calls)
         laps = [time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(options.rounds)]
         plan = run.engine.plan if run.engine is not None else None
+        if run.engine is not None:
+            _draw(options, f"{options.model}-{tokens}-{way}", measured or run.engine.trace, run.engine.plan, speed)
         row: Row = {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
                     "peak_bytes": None if peak is None or before is None else peak - before}
         spent = copy_times(device, run.calls) if plan is not None and plan.moved_bytes else None
         return row | _of_plan(options, plan, spent, speed)
+
+
+def _draw(options: OffloadOptions, name: str, trace: OffloadTrace | None, plan: OffloadPlan | None, speed: CopySpeed
+          ) -> None:
+    """NAME.svg and NAME.trace.json, for chrome://tracing, of what the plan predicts."""
+    if options.draw is None or trace is None or plan is None:
+        return
+    timeline = simulate_offload(trace, speed, plan)
+    options.draw.mkdir(parents=True, exist_ok=True)
+    (options.draw / f"{name}.svg").write_text(draw_offload_svg(trace, plan, timeline, name), encoding="utf-8")
+    (options.draw / f"{name}.trace.json").write_text(chrome_trace([(trace, timeline)]), encoding="utf-8")
 
 
 def _of_plan(options: OffloadOptions, plan: OffloadPlan | None, spent: tuple[float, float] | None, speed: CopySpeed
@@ -174,14 +193,15 @@ def _of_plan(options: OffloadOptions, plan: OffloadPlan | None, spent: tuple[flo
 
 
 def _policy(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str,
-            speed: CopySpeed) -> Policy | None:
-    """What makes the plan of a way; None = nothing moves."""
+            speed: CopySpeed) -> tuple[Policy | None, OffloadTrace | None]:
+    """What makes the plan of a way (None: nothing moves), and what it was measured on, if on another run's trace."""
     if way == "kept":
-        return None
+        return None, None
     if way == "everything":
-        return lambda trace: plan_by_knobs(trace, speed, options.knobs())
-    plan = plan_for_time(_trace(options, model, device, tokens), speed, options.lost)
-    return lambda trace: plan
+        return (lambda trace: plan_by_knobs(trace, speed, options.knobs())), None
+    measured = _trace(options, model, device, tokens)
+    plan = plan_for_time(measured, speed, options.lost)
+    return (lambda trace: plan), measured  # the run's own trace has the same groups, but its times hold waits
 
 
 def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int) -> OffloadTrace:
@@ -224,8 +244,8 @@ def _search(fits: Callable[[int], bool]) -> int:
 
 def _runs(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str, speed: CopySpeed
           ) -> bool:
-    with _Run(replace(options, calls=1), model, device, tokens, _policy(options, model, device, tokens, way, speed)
-              ) as run:
+    policy, _ = _policy(options, model, device, tokens, way, speed)
+    with _Run(replace(options, calls=1), model, device, tokens, policy) as run:
         run.prepare()
         run.calls()
         return True
