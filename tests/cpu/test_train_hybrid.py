@@ -33,7 +33,8 @@ def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "runs" / "mine" / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("granularity", ["eager", "layer", "chunk"])
+@pytest.mark.parametrize("granularity", ["chunk", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "eager", "layer"))])
 def test_a_run_that_offloads_what_mamba_saves_is_bitwise_one_that_does_not(granularity: str, tmp_path: Path) -> None:
     config = tiny(graph=granularity != "eager", steps=4)
     shape = hybrid("M*M-", num_layers=4, vocab_size=32, dropout=0.1)
@@ -53,7 +54,7 @@ def test_a_run_that_offloads_what_mamba_saves_is_bitwise_one_that_does_not(granu
     assert engine.plan.moves and all(engine.plan.moves)
 
 
-@pytest.mark.parametrize("granularity", ["layer", "step"])
+@pytest.mark.parametrize("granularity", ["step", pytest.param("layer", marks=pytest.mark.slow)])
 def test_the_preset_trains_by_replay_and_goes_on(words: list[str], granularity: str, tmp_path: Path) -> None:
     small = ["--model.hidden-size", "32", "--model.mamba.num-heads", "4", "--model.mamba.head-dim", "8"]
     assert cli.main([*words, *small, "--graph.granularity", granularity]) == 0
