@@ -5,7 +5,10 @@ from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, engine_of, s
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.lanes import captured_lanes
+from packgraph.graphs.lanes_emulated import EmulatedLanes
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
+from packgraph.graphs.recorder import RecorderBackend
 from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload
@@ -154,3 +157,22 @@ def test_what_graphs_take_is_predicted_with_what_has_moved(granularity):
     trace = trace_memory(graphed, arguments)
     graphed(*arguments).backward()
     assert predict_bank(graphed, {CAPACITIES[0]: trace}, 1).pools == graphed.stats.pool_bytes
+
+
+def test_clocks_are_read_before_a_capture_begins(monkeypatch):
+    """As on CUDA, where the call is rehearsed first and a capture holds no wait for the device."""
+    monkeypatch.setattr(RecorderBackend, "warm_up", lambda backend, run: run())
+    elapsed_us = EmulatedLanes.elapsed_us
+
+    def outside(lanes, start, end):
+        assert captured_lanes() is None
+        return elapsed_us(lanes, start, end)
+
+    monkeypatch.setattr(EmulatedLanes, "elapsed_us", outside)
+    model = DecoderModel(config(), seed=1)
+    graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True)
+    engine = engine_of(graphed, model, DENSE, policy=by_hand(fraction=0.5))
+    arguments = PackedBatch.build([[1, 2, 3], [4, 5, 6, 7]], CAPACITIES[0]), torch.tensor(7)
+    for _ in range(2):
+        graphed(*arguments).backward()
+    assert graphed.stats.replayed == 1 and engine.plan is not None

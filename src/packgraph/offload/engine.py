@@ -134,8 +134,8 @@ class Offload:
     def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
         """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
         lanes = captured_lanes() or self.lanes
-        if lanes is not self.lanes and self.plan is None:
-            self.settle()
+        if self.plan is None and (lanes is not self.lanes or capturing()):
+            self.settle()  # in the rehearsal, where there is one: clocks of a device cannot be read inside a capture
         now = self._pass
         if now is None or now.lanes is not lanes or (layer, name) in now.seen:
             now = self._begin(lanes)
