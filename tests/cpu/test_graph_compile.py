@@ -349,3 +349,30 @@ def test_generated_code_replays_as_it_runs_eagerly():
     loss = dense(dropout=0.0)(batches[0])
     torch.testing.assert_close(
         packgraph.graph(dense(dropout=0.0), capacities=[SMALL], compile=True)(batches[0]), loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compile", [False, TRACED])
+def test_a_stage_may_add_what_is_not_there(compile):
+    """A state may hold None: an optional table, say, that this model has none of."""
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def begin(self, x):
+            return {"x": x}
+
+        def stages(self):
+            return [Stage("embed", 0, lambda state: state | {"table": None}),
+                    Stage("mlp", 1, lambda state: state | {"x": self.linear(state["x"])})]
+
+        def end(self, state):
+            return state["x"]
+
+        def forward(self, x):
+            return run_stages(self, x)
+
+    module = packgraph.graph(Optional(), warmup=1, strict=True, compile=compile)
+    for _ in range(3):
+        module(torch.randn(2, 4)).sum().backward()
+    assert module.stats.replayed == 2

@@ -135,7 +135,8 @@ def _run_watched(program: Program, backend: Backend, observed: Observed, journal
                     result = program.run(run, shown)
                 staged = {t.untyped_storage()._cdata for t in tree_leaves(shown) if isinstance(t, torch.Tensor)}
                 read |= {key: tensor for key, tensor in watch.external.items() if key not in staged}
-                state = {key: state[key] if shown.get(key) is value else value for key, value in result.items()}
+                state = {key: state[key] if key in shown and shown[key] is value else value
+                         for key, value in result.items()}
             else:
                 with Watch(journal, refuse=False, device=None):
                     state = program.run(run, state)

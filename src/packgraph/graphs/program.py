@@ -80,7 +80,8 @@ class Program:
             if run.captured:
                 shown = hide_lengths(state)
                 result = self.run(run, shown)
-                state = {key: state[key] if shown.get(key) is value else value for key, value in result.items()}
+                state = {key: state[key] if key in shown and shown[key] is value else value
+                         for key, value in result.items()}
             else:
                 state = self.run(run, state)
         return self.end(state)
