@@ -108,8 +108,10 @@ def _row_problems(config: TrainConfig) -> list[str]:
         return found
     multiple, known = places_multiple(config), _known_capacities(config)
     odd = ", ".join(str(capacity) for capacity in known if capacity.tokens % multiple or capacity.bound % multiple)
+    shared = not context_problems(config.model, parallel.cp, parallel.tp, "ulysses")
     return [f"rows cut in zigzag over parallel.cp = {parallel.cp} ranks need capacities whose tokens and longest "
-            f"document are multiples of {multiple}, not {odd}; or choose parallel.cp_kind = ulysses"] if odd else []
+            f"document are multiples of {multiple}, not {odd}"
+            f"{'; or choose parallel.cp_kind = ulysses' if shared else ''}"] if odd else []
 
 
 def _known_capacities(config: TrainConfig) -> list[Capacity]:
