@@ -82,6 +82,8 @@ def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1
         model.zero_grad()
         if engine is not None:
             engine.end_step()
+            if granularity is None:
+                engine.settle()
     return facts, engine, called if granularity is not None else None
 
 

@@ -32,7 +32,7 @@ from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
 from packgraph.graphs.parameters import local_tensor
 from packgraph.offload.group import Group, Handle, Memory, unpack
 from packgraph.offload.timing import PassTimes
-from packgraph.plan.offload import KEPT, OffloadPlan, OffloadTrace
+from packgraph.plan.offload import KEPT, OffloadPlan, OffloadTrace, plan_errors
 
 Policy = Callable[[OffloadTrace], OffloadPlan]
 
@@ -102,8 +102,9 @@ class Offload:
 
     def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
         """Do as `plan` says of `trace` from the next pass on. Raises ValueError when they do not fit together."""
-        if len(plan.moves) != len(trace.groups):
-            raise ValueError(f"the plan is of {len(plan.moves)} groups, the trace of {len(trace.groups)}")
+        errors = plan_errors(trace, plan)
+        if errors:
+            raise ValueError("this plan of offloading cannot be followed:\n  - " + "\n  - ".join(errors))
         self.plan, self._trace, self.in_flight = plan, trace, plan.in_flight
         self._index = {(group.layer, group.name): place for place, group in enumerate(trace.groups)}
         self._backward = {place: number for number, place in enumerate(trace.backward_order)}
