@@ -134,7 +134,7 @@ def test_a_compiled_layer_is_one_group():
         model = DecoderModel(settings, seed=1)
         graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, compile="aot_eager")
         if modules:
-            engine = Offload(modules, graphed.capture_backend.lanes, min_bytes=1)
+            engine = Offload(modules, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand())
             engine.lanes.queues.late.add("out")
             attach(engine, model)
         torch.manual_seed(3)

@@ -135,8 +135,11 @@ class Offload:
     def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
         """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
         lanes = captured_lanes() or self.lanes
-        if self.plan is None and (lanes is not self.lanes or capturing()):
-            self.settle()  # in the rehearsal, where there is one: clocks of a device cannot be read inside a capture
+        # In the rehearsal, where there is one: clocks of a device cannot be read inside a capture. What is compiled
+        # ahead of the first pass comes by here without a trace.
+        if self.plan is None and self.policy is not None and (
+                lanes is not self.lanes or (capturing() and self.trace is not None)):
+            self.settle()
         now = self._pass
         if now is None or now.lanes is not lanes or (layer, name) in now.seen:
             now = self._begin(lanes)

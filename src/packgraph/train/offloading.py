@@ -15,7 +15,7 @@ from packgraph.graphs.choose import make_lanes
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import named_stages
 from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
+from packgraph.offload.engine import Offload, Policy
 from packgraph.parallel.mesh import Mesh
 from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.plan.offload_knobs import plan_by_knobs
@@ -29,15 +29,18 @@ from packgraph.train.options import TrainConfig
 class Offloading:
     """The engines of a rank, one for each chunk with layers."""
 
-    def __init__(self, engines: Sequence[Offload], warmup: int) -> None:
-        self.engines, self._warmup = list(engines), warmup
+    def __init__(self, engines: Sequence[Offload], policies: Sequence[Policy], warmup: int) -> None:
+        """policies: of the engines, which get them when `warmup` steps are over: nothing shall plan before."""
+        self.engines, self._policies, self._warmup = list(engines), list(policies), warmup
 
     def __call__(self, steps_done: int) -> None:
         """A step begins, with nothing in flight. When warm-up is over: plan, before anything is captured."""
-        for engine in self.engines:
+        for engine, policy in zip(self.engines, self._policies, strict=True):
             engine.end_step()
-            if steps_done == self._warmup and engine.trace is not None:
-                engine.settle()
+            if steps_done == self._warmup:
+                engine.policy = policy
+                if engine.trace is not None:
+                    engine.settle()
 
     def summary(self) -> dict[str, Any]:
         """What was planned, for each chunk: groups and bytes of a microbatch, and what the plan predicts."""
@@ -57,14 +60,14 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
         return None
     stages, rank = mesh.size("pp"), mesh.place["pp"]
     slots = slot_counts(stages, len(model.chunks))[rank] if stages > 1 else [1] * len(model.chunks)
-    engines = []
+    engines, policies = [], []
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
         engine = Offload(options.modules, executor.lanes(number) or make_lanes(device), min_bytes=options.min_bytes,
-                         in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled,
-                         policy=partial(_plan, config, rank, count))
+                         in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled)
         attach(engine, chunk)
         engines.append(engine)
-    return Offloading(engines, config.graph.warmup)
+        policies.append(partial(_plan, config, rank, count))
+    return Offloading(engines, policies, config.graph.warmup)
 
 
 def _plan(config: TrainConfig, rank: int, slots: int, trace: OffloadTrace) -> OffloadPlan:
