@@ -34,6 +34,8 @@ def config(layout, granularity):
 
 def voting(mesh):
     """The verdicts of a few votes."""
+    if mesh.rank < 2:  # a circle of some, whose votes say nothing to all
+        assert StoreVote("test", range(2), patience=1.0)("something else", None) is None
     vote = StoreVote("test", range(mesh.world), patience=1.0)
     told = [vote("the first", None), vote("the second", FAILED if mesh.rank == 1 else None)]
     again = StoreVote("test", range(mesh.world), patience=1.0)

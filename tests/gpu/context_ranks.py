@@ -102,6 +102,7 @@ def main():
     parser.add_argument("--steps", type=int, default=100, help="of the soak")
     parser.add_argument("--tokens", type=int, help="of a rank")
     parser.add_argument("--granularity", choices=["layer", "chunk"], default="chunk")
+    parser.add_argument("--only", default="", help="what is run: titles that begin so")
     parser.add_argument("--one-process", action="store_true", help="also compare with one process on rank 0")
     options = parser.parse_args()
     launch = Launch.read()
@@ -122,7 +123,7 @@ def main():
                 "switching", config, lambda: made[0](*made[1]), device, options)))
         planned = settings(options, device, world, world, True, options.steps)
         work.append(("soak", lambda: soak(planned, device, options.steps)))
-        for title, run in work:
+        for title, run in [one for one in work if one[0].startswith(options.only)]:
             started = time.monotonic()
             found, told = run()
             every = [None] * world

@@ -30,13 +30,14 @@ class LostPartnersError(RuntimeError):
 
 
 class StoreVote:
-    """Votes among `ranks`, all of which vote on the same things in the same order. name: of this circle of ranks."""
+    """Votes among `ranks`, all of which vote on the same things in the same order. name: of what they vote on."""
 
     def __init__(self, name: str, ranks: Sequence[int], patience: float = PATIENCE) -> None:
         self._ranks, self._patience = list(ranks), patience
         self._store, self._rank = _get_default_store(), dist.get_rank()
-        # All ranks make their circles in one order, so they give them the same numbers.
-        self._name = f"{name} {self._store.add(f'packgraph/{name} of {self._rank}', 1)}"
+        # Circles of the same ranks are made by all of them in one order, so they give them the same numbers.
+        circle = f"{name} of {','.join(map(str, self._ranks))}"
+        self._name = f"{circle}/{self._store.add(f'packgraph/{circle} by {self._rank}', 1)}"
         self._count = 0
 
     def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
@@ -107,4 +108,4 @@ def _replica(mesh: Mesh) -> list[int]:
 
 
 def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Vote:
-    return alone if len(ranks) == 1 else StoreVote(f"vote of {name} from {ranks[0]}", ranks, patience)
+    return alone if len(ranks) == 1 else StoreVote(f"vote of {name}", ranks, patience)
