@@ -93,13 +93,14 @@ def test_calls_with_constants_are_known_too(monkeypatch):
     torch.manual_seed(0)
     graphed, x = graph(Optional(), warmup=0), torch.randn(3, 4)
     forward_backward(graphed, None, x, 2)
-    forward_backward(graphed, None, x, None)
+    for ranks in (None, 1, 3):
+        forward_backward(graphed, None, x, ranks)
     looked, look = [], graphed_module.signature
     monkeypatch.setattr(graphed_module, "signature", lambda *call: looked.append(call) or look(*call))
     with graphed.steady():
-        for ranks in (2, None, 2, None, 2):
+        for ranks in (2, None, 1, 3, 2, None, 1, 3, 2):
             expected = graphed.module(None, x, ranks)
             assert torch.equal(forward_backward(graphed, None, x, ranks), expected.detach())
-        assert len(looked) == 2, "each once"
+        assert len(looked) == 4, "each once"
         assert forward_backward(graphed, None, x, True).equal(graphed.module(None, x, True).detach())
-        assert len(looked) == 3, "True is not 1, nor 2"
+        assert len(looked) == 5, "True is not 1, nor 2"

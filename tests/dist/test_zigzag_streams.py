@@ -1,5 +1,6 @@
 """Runs over streams of documents whose rows are cut in zigzag: packs have room, also where ranks of a row change."""
 import dataclasses
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -110,14 +111,15 @@ def test_rows_of_changing_numbers_of_ranks_are_verified(layout, heads, kind):
 
 
 def test_a_stream_leaves_room_for_documents_that_are_cut(tmp_path):
-    data = tmp_path / "texts.txt"
-    data.write_text("\n\n".join("a document " * (number % 7 + 1) for number in range(40)))
+    data = tmp_path / "texts.jsonl"
+    data.write_text("\n".join(json.dumps({"text": "odd" * (number % 5 + 1)}) for number in range(80)))
     for dynamic in (False, True):
         settings = config(CP4, kind="auto", dynamic=dynamic)
         settings = dataclasses.replace(
-            settings, data=DataConfig(source="text", path=str(data), window=16, overlong="split"),
+            settings, data=DataConfig(source="jsonl", path=str(data), window=16, overlong="split"),
             model=dataclasses.replace(settings.model, vocab_size=512))
         prepared = prepare(settings, CPU, 4)
         assert "documents take up multiples of 8 places" in prepared.notes[-1]
         packs = prepared.microbatches.next_step() if dynamic else [next(prepared.microbatches) for _ in range(3)]
+        assert max(len(batch.lengths) for batch in packs) > 1, "one alone always fits"
         assert packs and all(row_places(batch.lengths, 8) <= batch.capacity.tokens for batch in packs)
