@@ -26,24 +26,33 @@ class CublasWorkspaces:
         self._claimed = False
         for _ in range(STREAMS):
             self.stream = torch.cuda.Stream(device)
-            self.ensure()
-            if self.nbytes():
+            if self._takes_both():
                 return
         # Every stream had workspaces before, in memory of modules that are gone or not ours: let torch forget them.
         torch._C._cuda_clearCublasWorkspaces()
-        self.ensure()
-        if not self.nbytes():
+        if not self._takes_both():
             raise RuntimeError(f"cuBLAS takes no workspace of packgraph's on {device}: graphs would write to memory "
-                               "that may be freed under them. Is another library setting cuBLAS workspaces?")
+                               "that may be freed under them. Does CUBLAS_WORKSPACE_CONFIG say :0:0, or is another "
+                               "library setting workspaces?")
 
-    def ensure(self) -> None:
-        """Make the workspaces that are missing. To be called outside of captures."""
+    def _takes_both(self) -> bool:
+        """Whether both handles come to have their workspaces on the stream from here. One may have had its own."""
+        sizes = [self.nbytes()]
+        for backward in (False, True):
+            self.ensure(backward)
+            sizes.append(self.nbytes())
+        return sizes[0] < sizes[1] < sizes[2]
+
+    def ensure(self, backward: bool = True) -> None:
+        """Make the workspaces that are missing: the host's, and with `backward` autograd's. Not inside a capture."""
         index = self.device.index
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream), torch.enable_grad():
             torch._C._cuda_beginAllocateToPool(index, self.handle)  # of all threads: autograd has its own
             try:
                 matrix = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.device, requires_grad=True)
-                torch.addmm(matrix[0], matrix, matrix).sum().backward()  # both of cuBLAS's interfaces, both threads
+                product = torch.addmm(matrix[0], matrix, matrix).sum()  # by both of cuBLAS's interfaces
+                if backward:
+                    product.backward()
             finally:
                 torch._C._cuda_endAllocateToPool(index, self.handle)
                 if self._claimed:  # each beginning claims the pool once more; the first claim is kept
