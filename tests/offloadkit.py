@@ -13,8 +13,8 @@ from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.offload import CopySpeed
-from packgraph.plan.offload_knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload.plan import CopySpeed
 
 CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")

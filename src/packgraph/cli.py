@@ -320,9 +320,9 @@ def _plan(words: list[str]) -> int:
     from packgraph.plan.drawing.summary import summarize, title
     from packgraph.plan.drawing.svg import draw_svg
     from packgraph.plan.drawing.text import draw_text
-    from packgraph.plan.schedule import legal_microbatches, make_schedule
-    from packgraph.plan.schedule_csv import to_csv
-    from packgraph.plan.slots import slot_counts
+    from packgraph.plan.pipeline.csv import to_csv
+    from packgraph.plan.pipeline.schedule import legal_microbatches, make_schedule
+    from packgraph.plan.pipeline.slots import slot_counts
     from packgraph.train.plan_data import is_data_plan
 
     if is_data_plan(words):

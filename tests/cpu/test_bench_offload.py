@@ -7,7 +7,7 @@ import torch
 from packgraph.bench.command import bench
 from packgraph.bench.copies import copy_ceiling, copy_times
 from packgraph.bench.offload import _search
-from packgraph.plan.offload import CopySpeed
+from packgraph.plan.offload.plan import CopySpeed
 
 
 def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):

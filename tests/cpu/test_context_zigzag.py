@@ -12,7 +12,7 @@ from packgraph.packing.capacity import Capacity, CapacitySet, places
 from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
 from packgraph.packing.waiting import pack_lengths
-from packgraph.plan.context_kind import choose_context_kind, document_multiple, row_places, row_problems
+from packgraph.plan.context.kind import choose_context_kind, document_multiple, row_places, row_problems
 from packgraph.train.executor import sample_batch
 
 

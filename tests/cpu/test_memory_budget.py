@@ -12,11 +12,11 @@ from packgraph.graphs import memory_trace
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.bucket_request import BucketRequest
-from packgraph.plan.buckets import choose_buckets
-from packgraph.plan.length_histogram import LengthHistogram
-from packgraph.plan.memory import BankModel
-from packgraph.plan.memory_budget import budget_bytes, shown
+from packgraph.plan.buckets.choose import choose_buckets
+from packgraph.plan.buckets.lengths import LengthHistogram
+from packgraph.plan.buckets.request import BucketRequest
+from packgraph.plan.memory.bank import BankModel
+from packgraph.plan.memory.budget import budget_bytes, shown
 from packgraph.train import memory_budget
 from packgraph.train.auto_capacities import bucket_request
 from packgraph.train.bucket_options import BucketConfig

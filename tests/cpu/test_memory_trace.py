@@ -11,7 +11,7 @@ from packgraph.graphs.guard import Journal
 from packgraph.graphs.lanes_emulated import EmulatedLanes
 from packgraph.graphs.memory_trace import TraceWindow, pool_model, trace_memory
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory import BankModel, MemoryTrace
+from packgraph.plan.memory.bank import BankModel, MemoryTrace
 
 SIZES = (40, 16, 24)
 

@@ -15,7 +15,7 @@ from packgraph.models.pattern import BRANCHES, read_pattern, write_pattern
 from packgraph.models.sizes import token_weights
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems
-from packgraph.plan.bucket_cost import CostModel
+from packgraph.plan.buckets.cost import CostModel
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.plan_context import context_cost
 

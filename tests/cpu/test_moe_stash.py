@@ -13,7 +13,7 @@ from packgraph.graphs.step import GraphedStep
 from packgraph.moe.stash import Stash
 from packgraph.moe.stash_ops import put, reserve, take
 from packgraph.moe.stash_pages import DEMAND, HEAD, HEADER, NEED_HI, OVERFLOW, Pages, naive_reserve
-from packgraph.plan.schedule import make_schedule
+from packgraph.plan.pipeline.schedule import make_schedule
 
 PAGE, ROWS, PLENTY = 4, 30, 400
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import Document
 from packgraph.packing.pack import pack, pack_stream
 from packgraph.packing.report import PackReport
-from packgraph.plan.bucket_cost import FLASH4, CostModel, LinearMemory
-from packgraph.plan.bucket_cover import covering_places, covering_sizes
-from packgraph.plan.bucket_packing import PackingPolicy, pack_sample
-from packgraph.plan.bucket_proposals import Judge, proposals
-from packgraph.plan.bucket_request import BucketRequest, within_budget
-from packgraph.plan.buckets import choose_buckets, measure
-from packgraph.plan.length_histogram import LengthHistogram
+from packgraph.plan.buckets.choose import choose_buckets, measure
+from packgraph.plan.buckets.cost import FLASH4, CostModel, LinearMemory
+from packgraph.plan.buckets.cover import covering_places, covering_sizes
+from packgraph.plan.buckets.lengths import LengthHistogram
+from packgraph.plan.buckets.packing import PackingPolicy, pack_sample
+from packgraph.plan.buckets.proposals import Judge, proposals
+from packgraph.plan.buckets.request import BucketRequest, within_budget
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies

@@ -10,12 +10,12 @@ import pytest
 
 from packgraph import cli
 from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
-from packgraph.plan.bucket_cost import FLASH4, CostModel
-from packgraph.plan.context_bins import fullest
-from packgraph.plan.context_bound import _share, lower_bound
-from packgraph.plan.context_cost import ContextCost, RowTiming, fit
-from packgraph.plan.context_plan import ContextPlan, plan_context
-from packgraph.plan.context_request import ContextRequest, powers_of_two
+from packgraph.plan.buckets.cost import FLASH4, CostModel
+from packgraph.plan.context.bins import fullest
+from packgraph.plan.context.bound import _share, lower_bound
+from packgraph.plan.context.cost import ContextCost, RowTiming, fit
+from packgraph.plan.context.plan import ContextPlan, plan_context
+from packgraph.plan.context.request import ContextRequest, powers_of_two
 from packgraph.plan.drawing.context import context_values, describe_context
 from packgraph.plan.drawing.context_svg import draw_context_svg
 

@@ -12,9 +12,9 @@ from packgraph.plan.drawing.picture import chunk_name, make_picture
 from packgraph.plan.drawing.summary import summarize, title
 from packgraph.plan.drawing.svg import draw_svg
 from packgraph.plan.drawing.text import draw_text
-from packgraph.plan.schedule import make_schedule
-from packgraph.plan.schedule_csv import from_csv
-from packgraph.plan.slots import slot_counts
+from packgraph.plan.pipeline.csv import from_csv
+from packgraph.plan.pipeline.schedule import make_schedule
+from packgraph.plan.pipeline.slots import slot_counts
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory import BankModel, Lifetime, MemoryTrace, on_line
-from packgraph.plan.memory_caching import MEBIBYTE, CachingPool
-from packgraph.plan.memory_first_fit import FirstFitPool, place_blocks
+from packgraph.plan.memory.bank import BankModel, Lifetime, MemoryTrace, on_line
+from packgraph.plan.memory.caching import MEBIBYTE, CachingPool
+from packgraph.plan.memory.first_fit import FirstFitPool, place_blocks
 
 KIB = 1024
 

@@ -14,9 +14,9 @@ from packgraph.plan.drawing.offload_chrome import chrome_trace
 from packgraph.plan.drawing.offload_picture import COMPUTE, COPY, LANES, WAIT, offload_blocks, offload_figures
 from packgraph.plan.drawing.offload_svg import draw_offload_svg
 from packgraph.plan.drawing.offload_text import offload_table
-from packgraph.plan.offload import KEPT, CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload_knobs import OffloadKnobs, plan_by_knobs
-from packgraph.plan.offload_simulate import OffloadTimeline, simulate_offload
+from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload.simulate import OffloadTimeline, simulate_offload
 
 SVG = "{http://www.w3.org/2000/svg}"
 EMPTY = OffloadTrace((), 0.0, 0.0)

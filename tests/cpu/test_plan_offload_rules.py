@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offloadtraces import decoder_trace, make_trace, small_traces, speeds
 
-from packgraph.plan.offload import KEPT, CopySpeed, OffloadTrace, plan_errors
-from packgraph.plan.offload_json import from_json, to_json
-from packgraph.plan.offload_knobs import OffloadKnobs, knob_moves, plan_by_knobs
-from packgraph.plan.offload_rules import MODULES, why_not
-from packgraph.plan.offload_simulate import simulate_offload
+from packgraph.plan.offload.json import from_json, to_json
+from packgraph.plan.offload.knobs import OffloadKnobs, knob_moves, plan_by_knobs
+from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadTrace, plan_errors
+from packgraph.plan.offload.rules import MODULES, why_not
+from packgraph.plan.offload.simulate import simulate_offload
 from packgraph.plan.regions import MOE_STAGES, Run, cut_runs
 from packgraph.plan.stages import Stage
 

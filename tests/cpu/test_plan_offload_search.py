@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtraces import decoder_trace, make_trace, small_traces, speeds
 
-from packgraph.plan.offload import KEPT, CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload_check import timeline_errors
-from packgraph.plan.offload_search import least_peak_bytes, plan_for_bytes, plan_for_time
-from packgraph.plan.offload_sets import candidates
-from packgraph.plan.offload_simulate import predicted, simulate_offload
+from packgraph.plan.offload.check import timeline_errors
+from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload.search import least_peak_bytes, plan_for_bytes, plan_for_time
+from packgraph.plan.offload.sets import candidates
+from packgraph.plan.offload.simulate import predicted, simulate_offload
 
 H200 = CopySpeed(50_000.0, 52_000.0, 10.0)
 NEAR = 1e-5

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtraces import make_trace, small_traces, speeds
 
-from packgraph.plan.offload import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
-from packgraph.plan.offload_check import timeline_errors
-from packgraph.plan.offload_passes import Passes
-from packgraph.plan.offload_simulate import Copy, OffloadTimeline, Wait, predicted, simulate_offload
+from packgraph.plan.offload.check import timeline_errors
+from packgraph.plan.offload.passes import Passes
+from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.plan.offload.simulate import Copy, OffloadTimeline, Wait, predicted, simulate_offload
 
 SPEED = CopySpeed(1.0, 2.0, 0.0)
 FOUR = make_trace([10, 10, 10, 10], [10.0, 10.0, 10.0, 10.0])

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.plan.schedule import Action, Schedule, make_schedule
-from packgraph.plan.simulate import simulate
-from packgraph.plan.slots import assign_slots, peak_in_flight, slot_counts
+from packgraph.plan.pipeline.schedule import Action, Schedule, make_schedule
+from packgraph.plan.pipeline.simulate import simulate
+from packgraph.plan.pipeline.slots import assign_slots, peak_in_flight, slot_counts
 
 Counts = tuple[tuple[int, ...], ...]
 

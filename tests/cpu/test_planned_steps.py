@@ -14,7 +14,7 @@ from packgraph.diagnose.switching import SwitchingSteps
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
-from packgraph.plan.context_request import ContextRequest
+from packgraph.plan.context.request import ContextRequest
 from packgraph.train.data import DataConfig, DataError, PlannedSteps
 from packgraph.train.disagreements import disagreements
 from packgraph.train.dynamic_context import context_request, rank_tokens, with_context_buckets

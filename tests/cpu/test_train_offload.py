@@ -5,7 +5,7 @@ import pytest
 import torch
 from trainkit import CPU, RandomPacks, state_of, tiny, trainer
 
-from packgraph.plan.offload import KEPT
+from packgraph.plan.offload.plan import KEPT
 from packgraph.train.disagreements import disagreements
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig

@@ -17,7 +17,7 @@ from packgraph.parallel.flight import Flight
 from packgraph.parallel.links import Links, make_links
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pipeline import Pipeline, PipelineError
-from packgraph.plan.slots import slot_counts
+from packgraph.plan.pipeline.slots import slot_counts
 
 pytestmark = pytest.mark.dist
 CAPACITIES = [packgraph.Capacity(24, 4), packgraph.Capacity(48, 8)]

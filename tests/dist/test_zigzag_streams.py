@@ -15,7 +15,7 @@ from packgraph.diagnose.ranks import verify_ranks
 from packgraph.graphs.graphed import graph
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
-from packgraph.plan.context_kind import row_places
+from packgraph.plan.context.kind import row_places
 from packgraph.train.context_rows import context_choices, places_multiple
 from packgraph.train.data import DataConfig, PlannedSteps, open_microbatches
 from packgraph.train.dynamic_context import context_request

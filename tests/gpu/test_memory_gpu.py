@@ -9,8 +9,8 @@ from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory_trace import pool_model, trace_memory
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory import BankModel, Lifetime
-from packgraph.plan.memory_caching import CachingPool
+from packgraph.plan.memory.bank import BankModel, Lifetime
+from packgraph.plan.memory.caching import CachingPool
 from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
 

@@ -13,8 +13,8 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.offload import CopySpeed
-from packgraph.plan.offload_knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload.plan import CopySpeed
 from packgraph.train.executor import sample_batch
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.signals import StopRequest

@@ -1,12 +1,12 @@
-"""The buckets that a run on documents of these lengths would choose for itself (plan/buckets.py)."""
+"""The buckets that a run on documents of these lengths would choose for itself (plan/buckets/choose.py)."""
 from packgraph.bench.models import WINDOW, draw_lengths
 from packgraph.models.config import DecoderConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.bucket_cost import FLASH4, CostModel
-from packgraph.plan.bucket_packing import PackingPolicy
-from packgraph.plan.bucket_request import BucketRequest
-from packgraph.plan.buckets import choose_buckets
-from packgraph.plan.length_histogram import LengthHistogram
+from packgraph.plan.buckets.choose import choose_buckets
+from packgraph.plan.buckets.cost import FLASH4, CostModel
+from packgraph.plan.buckets.lengths import LengthHistogram
+from packgraph.plan.buckets.packing import PackingPolicy
+from packgraph.plan.buckets.request import BucketRequest
 from packgraph.train.auto_capacities import FEWEST_SIZES, MULTIPLES
 from packgraph.train.decoder_estimates import decoder_cost
 

@@ -33,9 +33,9 @@ from packgraph.bench.ways import STEP_WAYS
 from packgraph.ops.attention import BACKENDS
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch
-from packgraph.plan.context_request import PLACES
-from packgraph.plan.offload_rules import MODULES
-from packgraph.plan.schedule import legal_microbatches
+from packgraph.plan.context.request import PLACES
+from packgraph.plan.offload.rules import MODULES
+from packgraph.plan.pipeline.schedule import legal_microbatches
 from packgraph.train.config import ConfigError
 from packgraph.train.launch import choose_device
 

@@ -28,10 +28,10 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes
-from packgraph.plan.bucket_cost import FLASH4, CostModel
-from packgraph.plan.context_cost import ContextCost
-from packgraph.plan.context_kind import ContextWish
-from packgraph.plan.context_request import ContextRequest
+from packgraph.plan.buckets.cost import FLASH4, CostModel
+from packgraph.plan.context.cost import ContextCost
+from packgraph.plan.context.kind import ContextWish
+from packgraph.plan.context.request import ContextRequest
 from packgraph.train.executor import sample_batch
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import OptimizerConfig

@@ -15,7 +15,7 @@ from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.context_cost import ContextCost, RowTiming, fit
+from packgraph.plan.context.cost import ContextCost, RowTiming, fit
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig

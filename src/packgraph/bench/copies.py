@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from packgraph.bench.timing import time_block
-from packgraph.plan.offload import CopySpeed
+from packgraph.plan.offload.plan import CopySpeed
 
 BYTES = 256 * 2**20
 SMALL = 4096

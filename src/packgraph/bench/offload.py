@@ -29,10 +29,10 @@ from packgraph.offload.engine import Offload, Policy
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.drawing.offload_chrome import chrome_trace
 from packgraph.plan.drawing.offload_svg import draw_offload_svg
-from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload_knobs import OffloadKnobs, plan_by_knobs
-from packgraph.plan.offload_search import plan_for_time
-from packgraph.plan.offload_simulate import simulate_offload
+from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload.search import plan_for_time
+from packgraph.plan.offload.simulate import simulate_offload
 
 OFFLOAD_WAYS = ("kept", "everything", "planned")
 USUAL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_act", "expert_fc1", "moe_act")

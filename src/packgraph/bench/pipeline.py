@@ -26,9 +26,9 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.links import Links, make_links
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
-from packgraph.plan.schedule import make_schedule
-from packgraph.plan.simulate import simulate
-from packgraph.plan.slots import slot_counts
+from packgraph.plan.pipeline.schedule import make_schedule
+from packgraph.plan.pipeline.simulate import simulate
+from packgraph.plan.pipeline.slots import slot_counts
 
 __all__ = ["COLUMNS", "PIPELINE_WAYS", "PipelineOptions", "bench_pipeline", "measure_pipeline"]
 

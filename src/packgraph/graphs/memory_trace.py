@@ -4,7 +4,7 @@ A capture keeps memory in a way of its own: outputs of a region until its backwa
 reads them, nothing of autograd in between. So what is watched is the build itself (`build.py`), with a window that
 runs the operations instead of capturing them, and notes the birth and death of every storage they make:
 
-    VariantBuild ─▶ TraceWindow.capture(run) ─▶ operations run on real memory ─▶ MemoryTrace ─▶ plan/memory.py
+    VariantBuild ─▶ TraceWindow.capture(run) ─▶ operations run on real memory ─▶ MemoryTrace ─▶ plan/memory/bank.py
 
 It is undone like a rehearsal, takes about the memory of one eager microbatch, and adds gradients to a spare buffer.
 Memory that a kernel takes and gives back inside one operation (accumulators of attention, say) is no tensor that
@@ -37,9 +37,9 @@ from packgraph.graphs.slot import Slot
 from packgraph.graphs.strides import contiguous_strides, own_strides
 from packgraph.graphs.wrapper import as_in_training
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory import BankMemory, BankModel, Lifetime, MemoryTrace, PoolModel
-from packgraph.plan.memory_caching import CachingPool
-from packgraph.plan.memory_first_fit import FirstFitPool
+from packgraph.plan.memory.bank import BankMemory, BankModel, Lifetime, MemoryTrace, PoolModel
+from packgraph.plan.memory.caching import CachingPool
+from packgraph.plan.memory.first_fit import FirstFitPool
 
 
 def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:

@@ -35,7 +35,7 @@ from packgraph.ops.documents import live_document_ids
 from packgraph.ops.loss import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
-from packgraph.plan.context_kind import row_problems
+from packgraph.plan.context.kind import row_problems
 from packgraph.plan.stages import Stage, State, run_stages
 
 

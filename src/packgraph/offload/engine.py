@@ -32,7 +32,7 @@ from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
 from packgraph.graphs.parameters import local_tensor
 from packgraph.offload.group import Group, Handle, Memory, unpack
 from packgraph.offload.timing import PassTimes
-from packgraph.plan.offload import KEPT, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace, plan_errors
 
 Policy = Callable[[OffloadTrace], OffloadPlan]
 

@@ -6,7 +6,7 @@ to know about compute alone is measured with `Offload.measures`, which moves not
 from typing import Any
 
 from packgraph.graphs.lanes import Lanes
-from packgraph.plan.offload import OffloadGroup, OffloadTrace
+from packgraph.plan.offload.plan import OffloadGroup, OffloadTrace
 
 
 class PassTimes:

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from packgraph.plan.context_kind import ContextKind
+from packgraph.plan.context.kind import ContextKind
 
 
 class ContextGroup(NamedTuple):
     """The ranks that a row is spread over. size: their number; place: this rank's; name: of their process group.
 
-    kind: how they share attention (plan/context_kind.py); with `zigzag` rows are cut as in ops/context_zigzag.py.
+    kind: how they share attention (plan/context/kind.py); with `zigzag` rows are cut as in ops/context_zigzag.py.
     All constants: a captured graph bakes them, so size must be part of its key, and the rest follow from size.
     """
 

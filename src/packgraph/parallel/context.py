@@ -20,7 +20,7 @@ import torch
 from packgraph.ops.context import ContextGroup, swap_parts
 from packgraph.ops.context_heads import ScanShape, ranks_problem
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.context_kind import ContextChoice, ContextWish, choose_context_kind
+from packgraph.plan.context.kind import ContextChoice, ContextWish, choose_context_kind
 
 
 def context_choice(config: Any, ranks: int, heads_split: int = 1, wish: ContextWish = "auto") -> ContextChoice:
@@ -59,7 +59,7 @@ def spread_context(model: Any, mesh: Mesh, rank_tokens: int | None = None, wish:
     `mesh.layout.contexts`: a row of c times as many tokens is one of c ranks. Collective: every group is used once,
     largest first, so that no communicator is made in the middle of a step. The tokens of every capacity must be a
     multiple of the ranks (with sequence parallelism: times tp), and of twice the ranks where rows are cut in zigzag.
-    wish: how ranks share attention; auto decides for every number of ranks by itself (plan/context_kind.py).
+    wish: how ranks share attention; auto decides for every number of ranks by itself (plan/context/kind.py).
     To be called after `parallel.tensor.parallelize` and before graphs are captured. Raises ValueError with all reasons.
     """
     ranks, group = mesh.size("cp"), mesh.group("cp")

@@ -5,8 +5,8 @@
 
 Slots come from a free list in the order of the schedule, never from the microbatch's number, so the count of
 microbatches and the bucket of each may differ in every step without a recapture. Sends and receives are started where
-`plan/rendezvous.py` puts them, so ranks cannot stop each other, whatever makes a host or a device wait. The ranks agree
-once per step, on host facts, about what they are going to run.
+`plan/pipeline/rendezvous.py` puts them, so ranks cannot stop each other, whatever makes a host or a device wait. The
+ranks agree once per step, on host facts, about what they are going to run.
 """
 import contextlib
 import warnings
@@ -27,9 +27,9 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.flight import Arrival, Flight
 from packgraph.parallel.links import Links
-from packgraph.plan.rendezvous import Op, make_rows
-from packgraph.plan.schedule import Action, make_schedule
-from packgraph.plan.slots import slot_counts
+from packgraph.plan.pipeline.rendezvous import Op, make_rows
+from packgraph.plan.pipeline.schedule import Action, make_schedule
+from packgraph.plan.pipeline.slots import slot_counts
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]

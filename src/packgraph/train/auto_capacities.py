@@ -18,12 +18,12 @@ import torch
 from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention import choose_backend
 from packgraph.packing.capacity import places
-from packgraph.plan.bucket_cost import FLASH4, CostModel
-from packgraph.plan.bucket_packing import PackingPolicy
-from packgraph.plan.bucket_request import BucketRequest
-from packgraph.plan.buckets import BucketPlan, choose_buckets
-from packgraph.plan.length_histogram import LengthHistogram
-from packgraph.plan.slots import slot_counts
+from packgraph.plan.buckets.choose import BucketPlan, choose_buckets
+from packgraph.plan.buckets.cost import FLASH4, CostModel
+from packgraph.plan.buckets.lengths import LengthHistogram
+from packgraph.plan.buckets.packing import PackingPolicy
+from packgraph.plan.buckets.request import BucketRequest
+from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.train.config import ConfigError, load_file, read_config
 from packgraph.train.context_rows import places_multiple
 from packgraph.train.data.source import DocumentSource

@@ -3,7 +3,7 @@ import math
 
 from packgraph.parallel.context import context_choice
 from packgraph.parallel.mesh import context_sizes
-from packgraph.plan.context_kind import ContextChoice, document_multiple
+from packgraph.plan.context.kind import ContextChoice, document_multiple
 from packgraph.train.options import TrainConfig
 
 

@@ -17,8 +17,8 @@ from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention import choose_backend
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import context_sizes
-from packgraph.plan.bucket_cost import FLASH4, CostModel
-from packgraph.plan.context_request import ContextRequest
+from packgraph.plan.buckets.cost import FLASH4, CostModel
+from packgraph.plan.context.request import ContextRequest
 from packgraph.train.options import TrainConfig
 from packgraph.train.plan_context import context_cost
 

@@ -10,7 +10,7 @@ from packgraph.models.chunks import ModelChunks
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash import Stash
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.slots import slot_counts
+from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.plan.stash import pages_for
 from packgraph.train.options import TrainConfig
 

@@ -22,8 +22,8 @@ from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
 from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory import BankMemory
-from packgraph.plan.memory_budget import budget_bytes, shown
+from packgraph.plan.memory.bank import BankMemory
+from packgraph.plan.memory.budget import budget_bytes, shown
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
 Agree = Callable[[bool], bool]

@@ -1,7 +1,7 @@
 """What a run can be told about activations that wait on the host."""
 from dataclasses import dataclass
 
-from packgraph.plan.offload_knobs import OffloadKnobs
+from packgraph.plan.offload.knobs import OffloadKnobs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ from packgraph.models.decoder import named_stages
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload, Policy
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload_knobs import plan_by_knobs
-from packgraph.plan.offload_rules import why_not
+from packgraph.plan.offload.knobs import plan_by_knobs
+from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload.rules import why_not
+from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.plan.regions import Run, cut_runs, scope_errors
-from packgraph.plan.slots import slot_counts
 from packgraph.train.executor import Executor
 from packgraph.train.options import TrainConfig
 

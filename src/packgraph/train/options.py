@@ -12,7 +12,7 @@ from typing import Literal
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
-from packgraph.plan.memory_budget import budget_bytes
+from packgraph.plan.memory.budget import budget_bytes
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.data.config import DataConfig
 from packgraph.train.offload_options import OffloadConfig

@@ -11,10 +11,10 @@ from pathlib import Path
 from packgraph.models.config import DecoderConfig
 from packgraph.models.sizes import head_sizes
 from packgraph.packing.overlong import Overlong
-from packgraph.plan.bucket_cost import FLASH4, CostModel
-from packgraph.plan.context_cost import EXCHANGE_US, GROUP_US, ContextCost
-from packgraph.plan.context_plan import ContextPlan, plan_context
-from packgraph.plan.context_request import PLACES, ContextRequest
+from packgraph.plan.buckets.cost import FLASH4, CostModel
+from packgraph.plan.context.cost import EXCHANGE_US, GROUP_US, ContextCost
+from packgraph.plan.context.plan import ContextPlan, plan_context
+from packgraph.plan.context.request import PLACES, ContextRequest
 from packgraph.plan.drawing.context import context_values, describe_context
 from packgraph.plan.drawing.context_svg import draw_context_svg
 from packgraph.train.auto_capacities import read_lengths

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from packgraph.plan.bucket_request import BucketRequest
-from packgraph.plan.buckets import measure
+from packgraph.plan.buckets.choose import measure
+from packgraph.plan.buckets.lengths import LengthHistogram
+from packgraph.plan.buckets.request import BucketRequest
 from packgraph.plan.drawing.buckets import describe_plan, plan_values
-from packgraph.plan.length_histogram import LengthHistogram
 from packgraph.train.auto_capacities import Lengths, bucket_request, plan_capacities, read_lengths
 from packgraph.train.config import ConfigError
 from packgraph.train.data import build_tokenizer, open_documents

@@ -17,8 +17,8 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.links import make_links
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline import Pipeline
+from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.plan.regions import expand_scope
-from packgraph.plan.slots import slot_counts
 from packgraph.plan.stages import Staged
 from packgraph.train.dynamic_context import rank_rows
 from packgraph.train.executor import Executor, sample_batch

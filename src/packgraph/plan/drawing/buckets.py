@@ -1,10 +1,10 @@
 """A plan of buckets as a table for people, and as values for programs."""
 from typing import Any
 
-from packgraph.plan.bucket_cost import GIBIBYTE
-from packgraph.plan.bucket_packing import PackedRows
-from packgraph.plan.bucket_sets import Fills
-from packgraph.plan.buckets import BucketPlan
+from packgraph.plan.buckets.choose import BucketPlan
+from packgraph.plan.buckets.cost import GIBIBYTE
+from packgraph.plan.buckets.packing import PackedRows
+from packgraph.plan.buckets.sets import Fills
 
 HEADER = ("bucket", "rows", "tokens used", "documents used", "pool")
 

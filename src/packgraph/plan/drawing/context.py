@@ -7,7 +7,7 @@ c:documents is a group of c ranks and what is in its row. Every rank of a group 
 """
 from typing import Any
 
-from packgraph.plan.context_plan import ContextPlan, Group
+from packgraph.plan.context.plan import ContextPlan, Group
 
 MOST_LINES = 60  # of the table; an SVG and JSON have all
 

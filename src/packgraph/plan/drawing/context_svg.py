@@ -6,7 +6,7 @@ is padding. Colours tell the size of the group. The file needs no font, script o
 import colorsys
 from html import escape
 
-from packgraph.plan.context_plan import ContextPlan, Group
+from packgraph.plan.context.plan import ContextPlan, Group
 from packgraph.plan.drawing.svg import STYLE
 
 WIDTH, LANE, LEFT, TOP, RIGHT = 1100, 34, 84, 76, 24

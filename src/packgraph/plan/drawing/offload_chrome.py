@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from packgraph.plan.drawing.offload_picture import COPY, LANES, OffloadBlock, offload_blocks
-from packgraph.plan.offload import OffloadTrace
-from packgraph.plan.offload_simulate import OffloadTimeline
+from packgraph.plan.offload.plan import OffloadTrace
+from packgraph.plan.offload.simulate import OffloadTimeline
 
 
 def chrome_trace(ranks: Sequence[tuple[OffloadTrace, OffloadTimeline]]) -> str:

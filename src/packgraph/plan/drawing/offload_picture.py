@@ -4,8 +4,8 @@ From a timeline that was simulated or measured, so that both can be laid side by
 """
 from dataclasses import dataclass
 
-from packgraph.plan.offload import OffloadPlan, OffloadTrace
-from packgraph.plan.offload_simulate import OffloadTimeline
+from packgraph.plan.offload.plan import OffloadPlan, OffloadTrace
+from packgraph.plan.offload.simulate import OffloadTimeline
 
 COMPUTE, TO_HOST, TO_DEVICE = LANES = ("compute", "to host", "to device")
 FORWARD, BACKWARD, WAIT, COPY = "forward", "backward", "wait", "copy"

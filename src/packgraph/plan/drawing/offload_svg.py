@@ -8,9 +8,9 @@ from html import escape
 
 from packgraph.plan.drawing.offload_picture import COMPUTE, LANES, WAIT, OffloadBlock, offload_blocks
 from packgraph.plan.drawing.svg_parts import number, page, ruler, text
-from packgraph.plan.memory_budget import shown
-from packgraph.plan.offload import OffloadPlan, OffloadTrace
-from packgraph.plan.offload_simulate import OffloadTimeline
+from packgraph.plan.memory.budget import shown
+from packgraph.plan.offload.plan import OffloadPlan, OffloadTrace
+from packgraph.plan.offload.simulate import OffloadTimeline
 
 WIDTH, LANE, LEFT, TOP, RIGHT, CHART, GAP = 1100, 34, 84, 76, 24, 120, 16
 OUTSIDE, WAITING = "#8b949e", "#cf222e"

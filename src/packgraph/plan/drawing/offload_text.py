@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 from packgraph.plan.drawing.offload_picture import OffloadFigures
 from packgraph.plan.drawing.tables import aligned
-from packgraph.plan.memory_budget import shown
+from packgraph.plan.memory.budget import shown
 
 HEADER = ("", "groups", "moved", "peak", "without", "hidden", "exposed", "lost", "to host", "to device")
 

@@ -6,9 +6,9 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packgraph.plan.schedule import Action, Schedule
-from packgraph.plan.simulate import Timeline, simulate
-from packgraph.plan.slots import assign_slots
+from packgraph.plan.pipeline.schedule import Action, Schedule
+from packgraph.plan.pipeline.simulate import Timeline, simulate
+from packgraph.plan.pipeline.slots import assign_slots
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The numbers of a schedule as text: slots per rank and chunk, what they cost, how much of the time is waiting."""
 from packgraph.plan.drawing.picture import Picture, chunk_name
-from packgraph.plan.schedule import Schedule
-from packgraph.plan.slots import peak_in_flight
+from packgraph.plan.pipeline.schedule import Schedule
+from packgraph.plan.pipeline.slots import peak_in_flight
 
 
 def summarize(picture: Picture, slots: tuple[tuple[int, ...], ...]) -> str:

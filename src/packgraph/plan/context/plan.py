@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.context_bins import Opening, openings
-from packgraph.plan.context_board import Board, Row
-from packgraph.plan.context_bound import ContextBound, fewest_waves, lower_bound
-from packgraph.plan.context_build import build, fill, merge
-from packgraph.plan.context_request import ContextRequest
-from packgraph.plan.context_search import improve
+from packgraph.plan.context.bins import Opening, openings
+from packgraph.plan.context.board import Board, Row
+from packgraph.plan.context.bound import ContextBound, fewest_waves, lower_bound
+from packgraph.plan.context.build import build, fill, merge
+from packgraph.plan.context.request import ContextRequest
+from packgraph.plan.context.search import improve
 
 ENOUGH = 1.002  # times the bound, or the mean over ranks: nothing to be found below
 FULL = 0.002  # share of places left, below which a step is full

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from packgraph.plan.context_request import ContextRequest
+from packgraph.plan.context.request import ContextRequest
 
 Bin = tuple[int, list[int]]  # ranks that share it, documents
 Extra = Callable[[int], float]  # µs of a row of so many ranks on each of them, beyond a row of the smallest size

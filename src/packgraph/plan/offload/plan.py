@@ -8,7 +8,7 @@ has made it, and its device memory is free from there to its reload:
     to device                                  [  2  ][  0  ]              reload_at[2] = 3, reload_at[0] = 2
     memory    | 0   | 01  | 012 | 123 |   13   | 123 | 012 | 01  | 0   |
 
-The rules that engine and plan agree on (`plan/offload_simulate.py` is the specification, with the times):
+The rules that engine and plan agree on (`plan/offload/simulate.py` is the specification, with the times):
 * Commit of group i, when its forward ends: if it moves, its copy to the host is queued; then, while more than
   `in_flight` copies are queued and not yet waited for, compute waits for the oldest and gives its device memory back.
   So memory is given back at fixed points of the program, which is all that a captured graph knows.
@@ -31,7 +31,7 @@ KEPT = -1  # reload_at of a group that does not move
 class OffloadGroup:
     """What one module of one layer saves, of one microbatch; a trace holds them in the order of their forwards.
 
-    name: of the module (`plan/offload_rules.py`). layer: index. bytes: on the device, and of its buffer on the host.
+    name: of the module (`plan/offload/rules.py`). layer: index. bytes: on the device, and of its buffer on the host.
     forward_us: from the start of the microbatch's forward to this group's commit. backward_us: from the start of the
     microbatch's backward to the start of this group's backward. Both count compute alone, without waiting for copies.
     copies: how many tensors are copied, each of which has the latency of a copy.

@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packgraph.plan.memory import Lifetime
+from packgraph.plan.memory.bank import Lifetime
 
 MEBIBYTE = 2**20
 SMALLEST = 512

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.bucket_packing import PackedRows, PackingPolicy, pack_sample
-from packgraph.plan.bucket_proposals import Judge, proposals
-from packgraph.plan.bucket_request import BucketRequest, within_budget
-from packgraph.plan.length_histogram import LengthHistogram
+from packgraph.plan.buckets.lengths import LengthHistogram
+from packgraph.plan.buckets.packing import PackedRows, PackingPolicy, pack_sample
+from packgraph.plan.buckets.proposals import Judge, proposals
+from packgraph.plan.buckets.request import BucketRequest, within_budget
 
 SEED = 0
 

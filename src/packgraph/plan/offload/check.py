@@ -1,17 +1,17 @@
-"""The rules of `plan/offload.py` as a judge of timelines that knows nothing of how they came about.
+"""The rules of `plan/offload/plan.py` as a judge of timelines that knows nothing of how they came about.
 
 For timelines that were simulated, and for those that were measured: an engine that forgets a wait is caught by it.
 """
 from itertools import pairwise
 
-from packgraph.plan.offload import OffloadPlan, OffloadTrace
-from packgraph.plan.offload_simulate import OffloadTimeline
+from packgraph.plan.offload.plan import OffloadPlan, OffloadTrace
+from packgraph.plan.offload.simulate import OffloadTimeline
 
 NEAR = 1e-6  # share of a time by which sums of floats may differ
 
 
 def timeline_errors(trace: OffloadTrace, plan: OffloadPlan, timeline: OffloadTimeline) -> list[str]:
-    """Every rule of `plan/offload.py` that a timeline breaks; empty when it is sound. The plan is not run for it."""
+    """Every rule of plan/offload/plan.py that a timeline breaks; empty when it is sound. The plan is not run for it."""
     slack = NEAR * max(timeline.end, 1.0)
     return [*_queue_errors(plan, timeline, slack), *_order_errors(trace, plan, timeline, slack),
             *_memory_errors(trace, plan, timeline, slack)]

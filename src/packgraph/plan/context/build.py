@@ -12,9 +12,9 @@ So several openings are tried (`context_bins`).
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from packgraph.plan.context_bins import Bin, Opening, fullest
-from packgraph.plan.context_board import Board, Row
-from packgraph.plan.context_request import ContextRequest
+from packgraph.plan.context.bins import Bin, Opening, fullest
+from packgraph.plan.context.board import Board, Row
+from packgraph.plan.context.request import ContextRequest
 
 
 def build(opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int, *, snug: bool = False

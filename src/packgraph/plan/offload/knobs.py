@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload_passes import Moves, Passes
-from packgraph.plan.offload_simulate import predicted
+from packgraph.plan.offload.passes import Moves, Passes
+from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload.simulate import predicted
 
 NEAR = 1e-9  # 0.7 of 10 groups are 7, whatever floats say
 

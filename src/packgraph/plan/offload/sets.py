@@ -18,7 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from packgraph.plan.offload import OffloadTrace
+from packgraph.plan.offload.plan import OffloadTrace
 
 FEW = 8  # movable groups of which all subsets are tried
 SHARES = 80  # paces up to that of all bytes in the time of a forward

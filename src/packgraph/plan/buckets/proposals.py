@@ -2,11 +2,11 @@
 from collections.abc import Iterator, Sequence
 
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.bucket_cost import CostModel
-from packgraph.plan.bucket_cover import covering_sizes
-from packgraph.plan.bucket_packing import pack_sample
-from packgraph.plan.bucket_request import BucketRequest
-from packgraph.plan.bucket_sets import Corner, Fills, Grid, cost_of, grid_of, nested_sets, swapped
+from packgraph.plan.buckets.cost import CostModel
+from packgraph.plan.buckets.cover import covering_sizes
+from packgraph.plan.buckets.packing import pack_sample
+from packgraph.plan.buckets.request import BucketRequest
+from packgraph.plan.buckets.sets import Corner, Fills, Grid, cost_of, grid_of, nested_sets, swapped
 
 # Caps on the documents of a row are tried at these shares of the rows; what a cap costs in padding the packer shows.
 CAPS = (1.0, 0.999, 0.99, 0.97, 0.95, 0.9, 0.8, 0.6)

@@ -4,7 +4,7 @@ torch.distributed.pipelining reads and writes the same ("compute_only"), so a sc
 """
 import re
 
-from packgraph.plan.schedule import Action, Kind, Schedule, schedule_errors
+from packgraph.plan.pipeline.schedule import Action, Kind, Schedule, schedule_errors
 
 _ACTION = re.compile(r"(\d+)([FB])(\d+)")
 _KINDS: dict[str, Kind] = {"F": "F", "B": "B"}

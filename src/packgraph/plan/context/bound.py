@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from packgraph.plan.context_request import ContextRequest
+from packgraph.plan.context.request import ContextRequest
 
 MOST_STEPS = 7
 ROUNDING = 1e-9

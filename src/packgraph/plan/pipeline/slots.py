@@ -9,7 +9,7 @@ too many is memory wasted.
 """
 import heapq
 
-from packgraph.plan.schedule import Schedule, make_schedule
+from packgraph.plan.pipeline.schedule import Schedule, make_schedule
 
 Owner = tuple[int, int, int]
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from packgraph.plan.schedule import Action, Schedule
-from packgraph.plan.simulate import needed
+from packgraph.plan.pipeline.schedule import Action, Schedule
+from packgraph.plan.pipeline.simulate import needed
 
 What = Literal["RUN", "SEND", "RECV"]
 Rows = tuple[tuple["Op", ...], ...]

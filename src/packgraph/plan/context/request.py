@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.bucket_cost import CostModel
-from packgraph.plan.context_cost import ContextCost
+from packgraph.plan.buckets.cost import CostModel
+from packgraph.plan.context.cost import ContextCost
 
 PLACES = (16, 64, 256)
 

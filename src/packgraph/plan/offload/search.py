@@ -1,4 +1,4 @@
-"""Which groups move, for a budget of memory or of time: the best of the candidates (`plan/offload_sets.py`).
+"""Which groups move, for a budget of memory or of time: the best of the candidates (`plan/offload/sets.py`).
 
     bytes: "fit in N GiB"       least waiting  among plans whose peak fits
     time:  "lose at most 1 %"   least peak     among plans that wait no longer
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packgraph.plan.memory_budget import shown
-from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload_passes import Backward, Moves, Passes
-from packgraph.plan.offload_sets import FEW, candidates
-from packgraph.plan.offload_simulate import predicted
+from packgraph.plan.memory.budget import shown
+from packgraph.plan.offload.passes import Backward, Moves, Passes
+from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.plan.offload.sets import FEW, candidates
+from packgraph.plan.offload.simulate import predicted
 
 STEPS = 4096  # of memory between which a budget of time chooses, of the bytes of all groups
 DIGITS = 6  # of a microsecond, below which waits are equal

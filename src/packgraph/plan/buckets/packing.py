@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.waiting import pack_lengths
-from packgraph.plan.bucket_cost import CostModel
-from packgraph.plan.bucket_sets import Corner, Fills, tight_cost
-from packgraph.plan.length_histogram import Overlong
+from packgraph.plan.buckets.cost import CostModel
+from packgraph.plan.buckets.lengths import Overlong
+from packgraph.plan.buckets.sets import Corner, Fills, tight_cost
 
 
 @dataclass(frozen=True, kw_only=True)

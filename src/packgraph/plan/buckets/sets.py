@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packgraph.plan.bucket_cost import CostModel
+from packgraph.plan.buckets.cost import CostModel
 
 MOST_TOKEN_VALUES, MOST_DOCUMENT_VALUES = 64, 24
 MOST_SWAPS = 64

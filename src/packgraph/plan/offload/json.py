@@ -3,13 +3,13 @@
     {"format": "packgraph offload trace 1", "speed": {...} or null,
      "trace": {"forward_us": ..., "backward_us": ..., "slots": ..., "other_bytes": ..., "groups": [{"name": ...}, ...]}}
 
-Fields are those of the dataclasses in `plan/offload.py`, and numbers come back as they were, to the last bit.
+Fields are those of the dataclasses in `plan/offload/plan.py`, and numbers come back as they were, to the last bit.
 """
 import json
 from dataclasses import asdict, fields
 from typing import Any
 
-from packgraph.plan.offload import CopySpeed, OffloadGroup, OffloadTrace
+from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
 
 FORMAT = "packgraph offload trace 1"
 WHOLE = ("layer", "bytes", "copies", "slots", "other_bytes")

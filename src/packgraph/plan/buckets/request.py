@@ -3,8 +3,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.bucket_cost import GIBIBYTE, CostModel, LinearMemory, PoolBytes
-from packgraph.plan.bucket_packing import PackingPolicy
+from packgraph.plan.buckets.cost import GIBIBYTE, CostModel, LinearMemory, PoolBytes
+from packgraph.plan.buckets.packing import PackingPolicy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A plan of offloading run on paper: when each copy runs, when compute waits for one, and what the device holds then.
 
-This is the specification of the rules in `plan/offload.py`, of one microbatch whose backward follows its forward; the
-search (`plan/offload_passes.py`) has a faster twin. Of other microbatches in flight each holds what the plan keeps:
+This is the specification of the rules in `plan/offload/plan.py`, of one microbatch whose backward follows its forward;
+the search (`plan/offload/passes.py`) has a faster twin. Of other microbatches in flight each holds what the plan keeps:
 
     memory = other_bytes + (slots - 1) * kept bytes of a microbatch + curve of this one
 
@@ -10,7 +10,7 @@ which is exact, since a microbatch's copies to the host end with its forward, an
 from collections import deque
 from dataclasses import dataclass, replace
 
-from packgraph.plan.offload import CopySpeed, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace, plan_errors
 
 
 @dataclass(frozen=True)

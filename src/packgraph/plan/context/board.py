@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from packgraph.plan.context_request import ContextRequest
+from packgraph.plan.context.request import ContextRequest
 
 Node = tuple[int, int]  # size and first rank of a block
 

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from packgraph.plan.memory import Lifetime
+from packgraph.plan.memory.bank import Lifetime
 
 ALIGNMENT = 64
 

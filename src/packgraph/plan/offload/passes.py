@@ -1,4 +1,4 @@
-"""The figures of many plans of one trace, fast: twins of `plan/offload_simulate.py` that keep no record of events.
+"""The figures of many plans of one trace, fast: twins of `plan/offload/simulate.py` that keep no record of events.
 
 Forwards are walked through all at once, in arrays of one number per plan; of backwards few are asked for.
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packgraph.plan.offload import KEPT, CopySpeed, OffloadTrace
+from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadTrace
 
 Moves = tuple[bool, ...]
 

@@ -9,7 +9,7 @@ Exact, and so the test of a schedule: one that cannot go on is an error that nam
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packgraph.plan.schedule import Action, Schedule, schedule_errors
+from packgraph.plan.pipeline.schedule import Action, Schedule, schedule_errors
 
 
 @dataclass(frozen=True)

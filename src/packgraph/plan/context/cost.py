@@ -7,7 +7,7 @@ ranks, and attention, cut by heads, adds up to the same work whatever c is. Only
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from packgraph.plan.bucket_cost import TILE, CostModel
+from packgraph.plan.buckets.cost import TILE, CostModel
 
 # Qwen3-0.6B, as CostModel's own figures: 28 layers exchange queries and outputs of 16 heads, keys and values of 8, of
 # 128 numbers in bf16, forward and backward: 688 KB a token, at 237 GB/s a rank (NCCL all-to-all over NVLink, 4 GPUs).

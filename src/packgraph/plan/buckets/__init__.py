@@ -1,0 +1,1 @@
+"""Static shapes: which ones, for which lengths, at what cost."""

@@ -1,0 +1,1 @@
+"""Dynamic context parallelism: which documents share a row on how many ranks, and when."""

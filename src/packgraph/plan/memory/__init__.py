@@ -1,0 +1,1 @@
+"""Memory of graphs before they are captured, and budgets for it."""

@@ -1,0 +1,1 @@
+"""Schedules of pipelines: actions, slots, transfers, and how long they take."""
