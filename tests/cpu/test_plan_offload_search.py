@@ -30,7 +30,7 @@ def every_plan(trace: OffloadTrace, speed: CopySpeed) -> list[OffloadPlan]:
             if queued != sorted(queued):
                 continue
             found += [predicted(trace, speed, OffloadPlan(moves, reload_at, in_flight))
-                      for in_flight in range(max(sum(moves), 1))]
+                      for in_flight in range(sum(moves) + 1)]
     return found
 
 
@@ -156,3 +156,12 @@ def test_what_cannot_be_is_said() -> None:
         plan_for_time(trace, CopySpeed(), -1)
     with pytest.raises(ValueError, match="4 groups, and 1 are said"):
         plan_for_time(trace, CopySpeed(), 0.0, (True,))
+
+
+def test_a_single_group_may_be_under_way_until_the_forward_ends():
+    """It waits for less than one whose copy is waited for at once."""
+    groups = tuple(replace(group, forward_us=made, backward_us=0.0) for group, made in
+                   zip(make_trace([1, 1], [1.0, 1.0]).groups, (0.0, 1.0)))
+    trace = replace(make_trace([1, 1], [1.0, 1.0]), groups=groups, forward_us=1.0, backward_us=0.0, slots=2)
+    found = plan_for_bytes(trace, CopySpeed(0.25, 0.25, 0.0), 3, movable=(True, False))
+    assert sum(found.moves) == 1 and found.in_flight == 1 and found.exposed_us == pytest.approx(7.0)

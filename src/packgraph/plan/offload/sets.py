@@ -77,7 +77,7 @@ def _each_once(moves: np.ndarray, in_flight: np.ndarray) -> Candidates:
 def _subsets(movable: Sequence[bool]) -> Iterator[tuple[tuple[bool, ...], int]]:
     """All of them, with every bound that makes a difference."""
     for moves in product(*((False, True) if may else (False,) for may in movable)):
-        for in_flight in range(max(sum(moves), 1)):
+        for in_flight in range(sum(moves) + 1):
             yield moves, in_flight
 
 
