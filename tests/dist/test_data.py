@@ -11,6 +11,7 @@ from torch import nn
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.spans import ALIGNMENT, plan_spans
 from packgraph.train.step import own_share
+from packgraph.ops.collectives import all_gather_flat
 
 STEPS = 10
 
@@ -153,7 +154,7 @@ def reduce_small_spans(mesh):
     flat.reduce()
     for span in flat.spans:
         whole = torch.empty_like(span.gradients)
-        dist.all_gather_into_tensor(whole, span.own_gradients, group=mesh.group("dp"))
+        all_gather_flat(whole, span.own_gradients, group=mesh.group("dp"))
         for member in span.members:
             assert torch.equal(whole[member.place], torch.full((150,), 3.0 * (int(member.name) + 1)))
     return True

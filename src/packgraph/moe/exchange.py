@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
+
 Splits = Sequence[int] | None
 
 
@@ -48,14 +50,14 @@ class _GatherAll(torch.autograd.Function):
         ctx.group = group
         ranks = dist.get_world_size(group)
         out = tensor.new_empty(ranks * tensor.numel())  # flat, which is what gloo takes
-        dist.all_gather_into_tensor(out, tensor.flatten(), group=group)
+        all_gather_flat(out, tensor.flatten(), group=group)
         return out.view(ranks, *tensor.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_empty(grad[0].numel())
-        dist.reduce_scatter_tensor(out, grad.flatten(), group=ctx.group)
+        reduce_scatter_flat(out, grad.flatten(), group=ctx.group)
         return out.view(grad.shape[1:]), None
 
 

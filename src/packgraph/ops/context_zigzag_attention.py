@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.ops.collectives import all_gather_flat
 from packgraph.ops.context import ContextGroup, group_of, swap_parts
 from packgraph.ops.context_zigzag import PrefixRows
 
@@ -83,7 +83,7 @@ class _Reorder(torch.autograd.Function):
 @torch.library.custom_op("packgraph::gather_parts", mutates_args=())
 def _gather(x: Tensor, group: str, size: int) -> Tensor:
     out = x.new_empty(size, *x.shape)
-    dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=group_of(group))
+    all_gather_flat(out.flatten(0, 1), x.contiguous(), group=group_of(group))
     return out
 
 

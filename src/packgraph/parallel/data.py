@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
+from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.pieces import Pieces, expert_part
 from packgraph.parallel.spans import plan_spans
 
@@ -191,7 +192,7 @@ class FlatParameters:
     @torch.no_grad()
     def gather(self) -> None:
         """Give every rank the parts that the others have updated. Work queued afterwards sees all of them."""
-        works = [dist.all_gather_into_tensor(span.parameters, span.own_parameters, group=span.group, async_op=True)
+        works = [all_gather_flat(span.parameters, span.own_parameters, group=span.group, async_op=True)
                  for span in self.spans if span.group is not None]
         for work in works:
             work.wait()
@@ -211,7 +212,7 @@ class FlatParameters:
         for member in span.members:
             member.attach()
         if span.group is not None:
-            self._works.append(dist.reduce_scatter_tensor(
+            self._works.append(reduce_scatter_flat(
                 span.own_gradients, span.gradients, group=span.group, async_op=True))
 
 
