@@ -30,7 +30,8 @@ class CublasWorkspaces:
                 return
         # Every stream had workspaces before, in memory of modules that are gone or not ours: let torch forget them.
         torch._C._cuda_clearCublasWorkspaces()
-        if not self._takes_both():
+        self.ensure()
+        if not self.nbytes():
             raise RuntimeError(f"cuBLAS takes no workspace of packgraph's on {device}: graphs would write to memory "
                                "that may be freed under them. Does CUBLAS_WORKSPACE_CONFIG say :0:0, or is another "
                                "library setting workspaces?")
