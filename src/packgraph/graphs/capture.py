@@ -18,7 +18,7 @@ from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, raised_line
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
-from packgraph.graphs.program import Program, hide_lengths
+from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.slot import Slot
 
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
@@ -135,8 +135,7 @@ def _run_watched(program: Program, backend: Backend, observed: Observed, journal
                     result = program.run(run, shown)
                 staged = {t.untyped_storage()._cdata for t in tree_leaves(shown) if isinstance(t, torch.Tensor)}
                 read |= {key: tensor for key, tensor in watch.external.items() if key not in staged}
-                state = {key: state[key] if key in shown and shown[key] is value else value
-                         for key, value in result.items()}
+                state = with_lengths(state, shown, result)
             else:
                 with Watch(journal, refuse=False, device=None):
                     state = program.run(run, state)

@@ -80,8 +80,7 @@ class Program:
             if run.captured:
                 shown = hide_lengths(state)
                 result = self.run(run, shown)
-                state = {key: state[key] if key in shown and shown[key] is value else value
-                         for key, value in result.items()}
+                state = with_lengths(state, shown, result)
             else:
                 state = self.run(run, state)
         return self.end(state)
@@ -96,6 +95,12 @@ class Program:
 
 def _call(module: torch.nn.Module, state: State) -> State:
     return {"outputs": module(*state["args"], **state["kwargs"])}
+
+
+def with_lengths(state: State, shown: State, result: State) -> State:
+    """What captured code has made of `shown`, which was made of `state` by `hide_lengths`: what came through is as it
+    was."""
+    return {key: state[key] if key in shown and shown[key] is value else value for key, value in result.items()}
 
 
 def hide_lengths(state: State) -> State:
