@@ -3,12 +3,14 @@
 A rank that fails alone between two agreements leaves the others waiting; so everything that can fail on one rank only
 is attempted before it is agreed on, and what communicates runs after all ranks have said yes.
 """
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from packgraph.bench.rows import FAILURES, why
+from packgraph.bench.contest import Contest
+from packgraph.bench.rows import FAILURES, Rows, why
 
 Result = TypeVar("Result")
 
@@ -45,3 +47,17 @@ class Company:
             if other is not None:
                 return other if self.size == 1 else f"rank {rank}: {other}"
         return None
+
+    @contextlib.contextmanager
+    def leaving(self, contest: Contest, doing: list[str], rows: Rows) -> Iterator[None]:
+        """A failure of this rank alone ends the block: the others wait for it and cannot be told, so this one writes
+        what is known, and leaves. doing: the way that it is at."""
+        try:
+            yield
+        except FAILURES as error:
+            contest.drop(doing[0], f"rank {self.rank}: {why(error)}")
+            for name in contest.running:
+                if not contest.samples[name]:
+                    contest.drop(name, f"not measured: the run ended when way {doing[0]} failed")
+            rows.write = True
+            raise

@@ -21,7 +21,7 @@ from packgraph.bench.contest import Check, Contest, Sample, agreement
 from packgraph.bench.context_steps import DYNAMIC, FIXED, PlannedStep, plan_steps
 from packgraph.bench.context_way import ContextWay, measured_cost
 from packgraph.bench.models import FreshModel, dtype_on, shape
-from packgraph.bench.rows import FAILURES, Column, Row, Rows, gibibytes, median, value, why
+from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, synchronize
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
@@ -132,15 +132,8 @@ class _ContextBench:
         """Prepare all ways, let them take turns, close them; write their rows."""
         contest, ways, doing = Contest(self.options.ways), dict[str, ContextWay](), [self.options.ways[0]]
         try:
-            self._measure(contest, ways, doing)
-        except FAILURES as error:
-            # The other ranks wait for this one and cannot be told: say here what is known, and leave.
-            contest.drop(doing[0], f"rank {self.company.rank}: {why(error)}")
-            for name in contest.running:
-                if not contest.samples[name]:
-                    contest.drop(name, f"not measured: the run ended when way {doing[0]} failed")
-            rows.write = True
-            raise
+            with self.company.leaving(contest, doing, rows):
+                self._measure(contest, ways, doing)
         finally:
             for name in contest.names:
                 rows.add(self._row(contest, name))

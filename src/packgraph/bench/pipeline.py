@@ -18,7 +18,7 @@ from packgraph.bench.company import Company
 from packgraph.bench.contest import Check, Contest, Sample, agreement, groups
 from packgraph.bench.models import FreshModel, draw_batches, dtype_on, shape, squared_gradients, zero_gradients
 from packgraph.bench.pipeline_way import PIPELINE_WAYS, PipelineWay
-from packgraph.bench.rows import FAILURES, Column, Row, Rows, gibibytes, median, value, why
+from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, synchronize
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
@@ -127,19 +127,11 @@ class _PipelineBench:
         contest, ways = Contest(names), dict[str, PipelineWay]()
         doing = [names[0]]
         try:
-            self._measure(contest, ways, doing)
-        except FAILURES as error:
-            # The other ranks wait for this one and cannot be told: say here what is known, and leave.
-            contest.drop(doing[0], f"rank {self.company.rank}: {why(error)}")
-            for name in contest.running:
-                if not contest.samples[name]:
-                    contest.drop(name, f"not measured: the run ended when way {doing[0]} failed")
-            rows.write = True
+            with self.company.leaving(contest, doing, rows):
+                self._measure(contest, ways, doing)
+        finally:
             for name in shown:
                 rows.add(self._row(contest, name))
-            raise
-        for name in shown:
-            rows.add(self._row(contest, name))
 
     def _measure(self, contest: Contest, ways: dict[str, PipelineWay], doing: list[str]) -> None:
         for name in contest.names:
