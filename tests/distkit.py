@@ -92,6 +92,7 @@ def _collect(links: dict[Any, int], world: int, deadline: float) -> list[Any]:
 
 def _work(link: Connection, function: Any, arguments: tuple[Any, ...], rank: int, world: int, store: str,
           layout: Layout | None) -> None:
+    done = False
     try:
         torch.set_num_threads(1)
         if isinstance(function, tuple):
@@ -104,9 +105,10 @@ def _work(link: Connection, function: Any, arguments: tuple[Any, ...], rank: int
         link.send((True, content.getvalue()))
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
-        link.send((False, traceback.format_exc()))
-        raise
+        done = True
+    finally:
+        if not done:
+            link.send((False, traceback.format_exc()))
 
 
 def _load(file: str, name: str) -> Any:

@@ -84,3 +84,16 @@ def trainer(folder: Path, config: TrainConfig, packs: RandomPacks | None = None,
 def state_of(run: Trainer) -> dict[str, torch.Tensor]:
     tensors = run.tensors() | {f"random.{name}": value for name, value in random_states(run.device).items()}
     return {name: value.clone() for name, value in tensors.items()}
+
+
+def equal(left, right):
+    """The same tensors under the same names, bit by bit."""
+    assert left.keys() == right.keys()
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def close(found, expected):
+    """Sums over ranks are rounded in another order than sums in one process."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distkit import run_ranks
-from trainkit import RandomPacks, tiny, trainer
+from trainkit import RandomPacks, close, equal, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel
@@ -83,18 +83,6 @@ def alone(tmp_path_factory):
     """Folder and tensors of one process."""
     folder = tmp_path_factory.mktemp("one") / "alone"
     return folder, ranks(ALONE, str(folder), config(ALONE, enabled=False))[0][0]
-
-
-def equal(left, right):
-    assert left.keys() == right.keys()
-    assert not [name for name in left if not torch.equal(left[name], right[name])]
-
-
-def close(found, expected):
-    """Sums over ranks are rounded in another order than sums in one process."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text)
 
 
 @pytest.mark.parametrize(("layout", "granularities", "tied"), [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from distkit import run_ranks
 from mambakit import EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid
-from trainkit import RandomPacks, tiny, trainer
+from trainkit import RandomPacks, close, equal, tiny, trainer
 
 from packgraph.diagnose.matrix import dynamic_config, switching_steps, tiny_hybrid_config
 from packgraph.diagnose.ranks import verify_ranks
@@ -134,18 +134,6 @@ def go(mesh, folder, settings):
 
 def ranks(layout, *arguments):
     return run_ranks(go, layout.dp * layout.pp * layout.cp * layout.tp, *arguments, layout=layout, seconds=200.0)
-
-
-def equal(left, right):
-    assert left.keys() == right.keys()
-    assert not [name for name in left if not torch.equal(left[name], right[name])]
-
-
-def close(found, expected):
-    """Sums over ranks are rounded in another order than sums in one process."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text)
 
 
 def equal_metrics(folder, other):

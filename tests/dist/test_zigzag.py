@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distkit import run_ranks
-from trainkit import RandomPacks, tiny, trainer
+from trainkit import RandomPacks, close, equal, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel
@@ -77,18 +77,6 @@ def go(mesh, folder, settings):
 def ranks(layout, *arguments):
     world = layout.dp * layout.pp * layout.cp * layout.tp
     return run_ranks(go, world, *arguments, layout=layout, seconds=120.0)
-
-
-def equal(left, right):
-    assert left.keys() == right.keys()
-    assert not [name for name in left if not torch.equal(left[name], right[name])]
-
-
-def close(found, expected):
-    """Sums over ranks are rounded in another order than sums in one process."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text)
 
 
 def equal_metrics(folder, other):
