@@ -13,7 +13,7 @@ from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
 from packgraph.plan.buckets.cost import FLASH4, CostModel
 from packgraph.plan.context.bins import fullest
 from packgraph.plan.context.bound import _share, lower_bound
-from packgraph.plan.context.cost import ContextCost, RowTiming, fit
+from packgraph.plan.context.cost import ContextCost, fit
 from packgraph.plan.context.plan import ContextPlan, plan_context
 from packgraph.plan.context.request import ContextRequest, powers_of_two
 from packgraph.plan.drawing.context import context_values, describe_context
@@ -30,7 +30,8 @@ PLAIN = ContextCost(microbatch_us=10.0, token_us=1.0, attention_us=0.1, group_us
 COSTS = strategies.one_of(strategies.sampled_from([VARLEN, FLASH, PLAIN]), strategies.builds(
     ContextCost, microbatch_us=strategies.sampled_from([0.0, 10.0]), token_us=strategies.just(1.0),
     attention_us=strategies.sampled_from([0.0, 0.01, 1.0]), group_us=strategies.sampled_from([0.0, 50.0]),
-    exchange_us=strategies.sampled_from([0.0, 0.3, 2.0]), document_us=strategies.sampled_from([0.0, 1.0])))
+    exchange_us=strategies.sampled_from([0.0, 0.3, 2.0]), document_us=strategies.sampled_from([0.0, 1.0]),
+    gather_us=strategies.sampled_from([0.0, 0.3]), zigzag=strategies.sampled_from([(), (2, 4, 8), (4, 8, 12)])))
 PLACES = strategies.sampled_from([(2,), (2, 4), (1, 8), (16, 64)])
 
 
@@ -278,22 +279,6 @@ def test_the_bound_knows_that_two_long_documents_share_no_pair_of_ranks():
     assert lower_bound(lengths, request, 4).step_us > bound.step_us
 
 
-def test_costs_are_found_again_from_timings():
-    found = ContextCost(microbatch_us=3000.0, token_us=7.0, attention_us=2e-3, group_us=900.0, exchange_us=1.5,
-                        document_us=20.0)
-    rows = [(size, tokens, places, pairs) for size in (1, 2, 4) for tokens in (512, 2048) for places in (16, 64)
-            for pairs in (1e5, 4e6)]
-    timings = [RowTiming(*row, found.row_us(*row)) for row in rows]
-    fitted = fit(timings, FLASH, weight=1e-9)
-    for name, value in vars(found).items():
-        assert getattr(fitted, name) == pytest.approx(value, rel=1e-3), name
-    alone = fit([timing for timing in timings if timing.size == 1 and timing.tokens == 2048], FLASH)
-    assert alone.row_us(1, 2048, 64, 4e6) == pytest.approx(found.row_us(1, 2048, 64, 4e6), rel=0.01)
-    assert alone.exchange_us == pytest.approx(FLASH.exchange_us), "what was not measured stays as it was"
-    cheaper = fit([RowTiming(1, 1024, 16, 1e5, 1000.0), RowTiming(1, 2048, 16, 1e5, 3000.0)], FLASH, weight=1e-6)
-    assert min(vars(cheaper).values()) >= 0 and cheaper.microbatch_us == 0, "no time is negative"
-
-
 def test_the_drawings_show_every_document():
     lengths = lengths_like("lognormal", 40, 8192, 3)
     plan = plan_context(lengths, ContextRequest(world=4, tokens=2048))
@@ -339,6 +324,23 @@ def test_the_command(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--tokens-per-rank N" in capsys.readouterr().out
 
 
+def test_the_command_plans_rows_in_zigzag_as_a_run_would(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """qwen3-tiny has 4 heads: 8 ranks cannot share them. Documents are then counted with the padding of a run."""
+    words = ["plan", str(data), "--world", "8", "--tokens-per-rank", "256", "--microbatches", "2"]
+    assert cli.main(words) == 0
+    told = "rows are cut in zigzag (8 ranks: 8 ranks do not divide 4 heads), documents take up multiples of 16 places"
+    assert told in capsys.readouterr().out
+    steps = {}
+    for kind in ("ulysses", "zigzag"):
+        assert cli.main([*words, "--json", "--sizes", "1,4", "--parallel.cp-kind", kind]) == 0
+        found = json.loads(capsys.readouterr().out)
+        multiple = 8 if kind == "zigzag" else 1
+        tokens = {group["tokens"] % multiple for wave in found["waves"] for group in wave}
+        assert tokens == {0} and found["tokens"] % multiple == 0
+        steps[kind] = found["step_us"]
+    assert steps["ulysses"] != steps["zigzag"]
+
+
 def test_the_command_needs_data_wherever_it_stands(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--world", "4"]) == 2
     assert "whose documents? For example: packgraph plan stdlib --world 8" in capsys.readouterr().err
@@ -350,6 +352,10 @@ def test_the_command_needs_data_wherever_it_stands(data: Path, capsys: pytest.Ca
     (["--sizes", "1,2"], "--sizes: goes with --world N"),
     (["--tokens-per-rank", "8"], "--tokens-per-rank: goes with --world N"),
     (["--world", "6", "--sizes", "1,4"], "4 does not divide the 6 ranks"),
+    (["--world", "8", "--parallel.cp-kind", "ulysses"], "num_heads (4) must be a multiple of 8 (--sizes)"),
+    (["--world", "8", "--sizes", "0,1"], "sizes: 0 does not divide the 8 ranks"),
+    (["--world", "2", "--tokens-per-rank", "255", "--parallel.cp-kind", "zigzag"],
+     "a row of 510 tokens cannot be cut into the 4 parts that zigzag needs"),
     (["--world", "0"], "world must be at least 1, got 0"),
     (["--world", "x"], "invalid int value: 'x'"),
     (["--world", "4", "--places", "a"], "expected whole numbers such as 1,2,4, got 'a'"),

@@ -1,5 +1,6 @@
 """How the rows of a run are cut for the ranks of its contexts, and what room its documents need for it."""
 import math
+from collections.abc import Iterable, Mapping
 
 from packgraph.parallel.context import context_choice
 from packgraph.parallel.mesh import context_sizes
@@ -13,20 +14,39 @@ def context_choices(config: TrainConfig) -> dict[int, ContextChoice]:
     Raises ValueError where that cannot be, which `disagreements` finds first.
     """
     parallel = config.parallel
-    sizes = {parallel.cp, *(context_sizes(parallel.cp) if parallel.dynamic_cp else ())} - {1}
-    return {size: context_choice(config.model, size, parallel.tp, parallel.cp_kind) for size in sorted(sizes)}
+    return choices_of(config, {parallel.cp, *(context_sizes(parallel.cp) if parallel.dynamic_cp else ())})
+
+
+def choices_of(config: TrainConfig, sizes: Iterable[int]) -> dict[int, ContextChoice]:
+    """How ranks share attention of the run's model, for each of these numbers of ranks over 1; see `context_choices`.
+    """
+    parallel = config.parallel
+    return {size: context_choice(config.model, size, parallel.tp, parallel.cp_kind) for size in sorted({*sizes} - {1})}
+
+
+def zigzag_sizes(choices: Mapping[int, ContextChoice]) -> tuple[int, ...]:
+    """The numbers of ranks whose rows are cut in zigzag."""
+    return tuple(size for size, choice in choices.items() if choice.kind == "zigzag")
+
+
+def common_multiple(choices: Mapping[int, ContextChoice]) -> int:
+    """Documents take up multiples of so many places, whatever row they come to."""
+    return math.lcm(*(document_multiple(choice.kind, size) for size, choice in choices.items()))
 
 
 def places_multiple(config: TrainConfig) -> int:
-    """Documents of the run take up multiples of so many places, whatever row they come to."""
-    if config.parallel.cp_kind == "ulysses":
-        return 1
-    return math.lcm(*(document_multiple(choice.kind, size) for size, choice in context_choices(config).items()))
+    """`common_multiple` of the run."""
+    return 1 if config.parallel.cp_kind == "ulysses" else common_multiple(context_choices(config))
 
 
 def context_notes(config: TrainConfig) -> list[str]:
     """What people are to know of rows that are cut in zigzag; nothing where none is."""
-    cut = {size: choice for size, choice in context_choices(config).items() if choice.kind == "zigzag"}
+    return notes_of(context_choices(config))
+
+
+def notes_of(choices: Mapping[int, ContextChoice]) -> list[str]:
+    """What people are to know of rows that are cut in zigzag; nothing where none is."""
+    cut = {size: choices[size] for size in zigzag_sizes(choices)}
     why = "; ".join(f"{size} ranks: {choice.reason}" for size, choice in cut.items())
-    return [f"rows are cut in zigzag ({why}), documents take up multiples of {places_multiple(config)} places"] \
+    return [f"rows are cut in zigzag ({why}), documents take up multiples of {common_multiple(choices)} places"] \
         if cut else []

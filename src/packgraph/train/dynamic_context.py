@@ -19,6 +19,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import context_sizes
 from packgraph.plan.buckets.cost import FLASH4, CostModel
 from packgraph.plan.context.request import ContextRequest
+from packgraph.train.context_rows import context_choices, zigzag_sizes
 from packgraph.train.options import TrainConfig
 from packgraph.train.plan_context import context_cost
 
@@ -61,7 +62,8 @@ def context_request(config: TrainConfig, world: int, device: torch.device) -> Co
         world=plane, tokens=tokens, sizes=context_sizes(parallel.cp),
         places=tuple(capacity.documents for capacity in config.graph.packing_capacities()),
         waves=-(-config.run.tokens_per_step // (plane * tokens)),
-        cost=context_cost(config.model, parallel.tp, FLASH4 if backend == "flash" else CostModel()))
+        cost=context_cost(config.model, parallel.tp, FLASH4 if backend == "flash" else CostModel(),
+                          zigzag_sizes(context_choices(config))))
 
 
 def context_problems_of_run(config: TrainConfig) -> list[str]:

@@ -5,20 +5,24 @@ Nothing is run. Costs are those of a measured model scaled to the run's, until a
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.sizes import head_sizes
+from packgraph.packing.capacity import places
 from packgraph.packing.overlong import Overlong
+from packgraph.parallel.context import context_problems
 from packgraph.plan.buckets.cost import FLASH4, CostModel
-from packgraph.plan.context.cost import EXCHANGE_US, GROUP_US, ContextCost
+from packgraph.plan.context.cost import EXCHANGE_US, GATHER_US, GROUP_US, ContextCost
+from packgraph.plan.context.kind import ContextChoice, row_problems
 from packgraph.plan.context.plan import ContextPlan, plan_context
 from packgraph.plan.context.request import PLACES, ContextRequest
 from packgraph.plan.drawing.context import context_values, describe_context
 from packgraph.plan.drawing.context_svg import draw_context_svg
 from packgraph.train.auto_capacities import read_lengths
 from packgraph.train.config import ConfigError
+from packgraph.train.context_rows import choices_of, common_multiple, notes_of, zigzag_sizes
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
 from packgraph.train.options import TrainConfig
@@ -81,17 +85,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool) -> str:
     """The plan of the first step on the data of `config`, as text; draws the SVG. Raises ConfigError and DataError."""
-    flash = config.model.attention_backend == "flash"
-    try:
-        request = ContextRequest(
-            world=asked.world, tokens=asked.tokens, sizes=asked.sizes, places=asked.places, waves=asked.microbatches,
-            cost=context_cost(config.model, config.parallel.tp, FLASH4 if flash else CostModel()))
-    except ValueError as error:
-        raise ConfigError([f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"]) from error
+    request, choices = _request(config, asked)
     read = read_lengths(config, open_documents(config.data), build_tokenizer(config.data))
-    lengths = _fitting(read.planned, request.longest, config.data.overlong)
-    plan = plan_context(lengths, request)
-    title = _title(config, plan)
+    multiple = common_multiple(choices)
+    fitting = _fitting(read.planned, request.longest // multiple * multiple, config.data.overlong)
+    plan = plan_context([places(length, multiple) for length in fitting], request)
+    title = "\n".join([_title(config, plan), *notes_of(choices)])
     if asked.svg is not None:
         try:
             asked.svg.write_text(draw_context_svg(plan, title), encoding="utf-8")
@@ -100,20 +99,44 @@ def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool)
     return json.dumps(context_values(plan), indent=2) + "\n" if as_json else f"{title}\n\n{describe_context(plan)}"
 
 
-def context_cost(model: DecoderConfig, parts: int, measured: CostModel) -> ContextCost:
-    """`decoder_cost` and what groups exchange: queries, keys, values and outputs of every layer of attention; what goes
-    into the convolution of every Mamba-2 layer, its time steps, and its outputs.
+def _request(config: TrainConfig, asked: ContextOptions) -> tuple[ContextRequest, dict[int, ContextChoice]]:
+    """What is asked of the plan, and how the ranks of its groups share attention. Raises ConfigError."""
+    try:
+        request = ContextRequest(world=asked.world, tokens=asked.tokens, sizes=asked.sizes, places=asked.places,
+                                 waves=asked.microbatches)
+    except ValueError as error:
+        raise ConfigError([f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"]) from error
+    parallel, flash = config.parallel, config.model.attention_backend == "flash"
+    problems = [f"{problem} (--sizes)" for size in request.sizes if size > 1
+                for problem in context_problems(config.model, size, parallel.tp, parallel.cp_kind)]
+    if not problems:
+        choices = choices_of(config, request.sizes)
+        problems = [f"{problem} (--tokens-per-rank)" for size, choice in choices.items()
+                    for problem in row_problems(None, size * asked.tokens, choice.kind, size)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    cost = context_cost(config.model, parallel.tp, FLASH4 if flash else CostModel(), zigzag_sizes(choices))
+    return replace(request, cost=cost), choices
 
-    parts: ranks that share heads (tp). Latent attention exchanges keys and values of all heads.
+
+def context_cost(model: DecoderConfig, parts: int, measured: CostModel, zigzag: tuple[int, ...] = ()) -> ContextCost:
+    """`decoder_cost` and what groups exchange: queries, keys, values and outputs of every layer of attention; what goes
+    into the convolution of every Mamba-2 layer, its time steps, and its outputs. In zigzag keys and values alone.
+
+    parts: ranks that share heads (tp). zigzag: sizes of groups whose rows are cut so. Latent attention exchanges keys
+    and values of all heads.
     """
     mamba, attending, scanning = model.mamba, model.count("attn"), model.count("mamba")
     key_heads = model.num_heads if model.latent.enabled else model.num_kv_heads
     vectors = (model.num_heads + key_heads) * sum(head_sizes(model))
     columns = attending * vectors + scanning * (mamba.channels + mamba.num_heads + mamba.inner)
     measured_columns = MEASURED_LAYERS * 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
-    return ContextCost.of(decoder_cost(model, parts, measured),
+    gathered = attending * key_heads * sum(head_sizes(model)) / (MEASURED_LAYERS * 2 * MEASURED_HEADS
+                                                                 * MEASURED_KV_SHARE)
+    return ContextCost.of(decoder_cost(model, parts, measured), zigzag=zigzag,
                           group_us=GROUP_US * (attending + scanning) / MEASURED_LAYERS,
-                          exchange_us=EXCHANGE_US * columns / measured_columns / parts)
+                          exchange_us=EXCHANGE_US * columns / measured_columns / parts,
+                          gather_us=GATHER_US * gathered / parts)
 
 
 def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[int]:
