@@ -25,29 +25,30 @@ def run(function, leaves, grad, *rest):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def make(dtype: torch.dtype, rows: int = 20, count: int = 3, hidden: int = 16, width: int = 24, device: str = "cpu"):
-    """values, weights, gate_up, down and a gradient."""
+def make(dtype: torch.dtype, rows: int = 20, count: int = 3, hidden: int = 16, width: int = 24, device: str = "cpu",
+         gated: bool = True):
+    """values, weights, matrices of the first product (with a gate gate_up), down and a gradient."""
     weights = torch.rand(rows, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    made = [torch.randn(rows, hidden).to(dtype), weights, torch.randn(count, 2 * width, hidden).to(dtype) / 4,
+    made = [torch.randn(rows, hidden).to(dtype), weights, torch.randn(count, (1 + gated) * width, hidden).to(dtype) / 4,
             torch.randn(count, hidden, width).to(dtype) / 4, torch.randn(rows, hidden).to(dtype)]
     return [x.to(device) for x in made]
 
 
-def by_module(values, weights, gate_up, down, offsets):
-    return activate_and_multiply(grouped_mm(values, gate_up.mT, offsets), weights, down, offsets)
+def by_module(values, weights, matrices, down, offsets, gated=True):
+    return activate_and_multiply(grouped_mm(values, matrices.mT, offsets), weights, down, offsets, gated)
 
 
-def naive(values, weights, gate_up, down, offsets):
-    return naive_experts(values, weights, offsets, gate_up, down)
+def naive(values, weights, matrices, down, offsets, gated=True):
+    return naive_experts(values, weights, offsets, matrices, down, gated)
 
 
 class Layer(torch.nn.Module):
     """Experts with a residual, and the moves around them; which experts and their weights come from outside."""
 
-    def __init__(self, count: int = 4, hidden: int = 16, width: int = 8) -> None:
+    def __init__(self, count: int = 4, hidden: int = 16, width: int = 8, activation: str = "swiglu") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.experts = Experts(count, hidden, width)
+        self.experts = Experts(count, hidden, width, activation)
         self.scale = torch.nn.Parameter(torch.ones(hidden))
         self.dispatcher = LocalDispatcher(count)
 

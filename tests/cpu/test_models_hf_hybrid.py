@@ -11,6 +11,7 @@ from model_batches import hand_batch, random_documents
 from safetensors.torch import load_file, save_file
 
 from packgraph.models.decoder import DecoderModel
+from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.hf import WeightsError, load_pretrained, save_pretrained
 from packgraph.models.hf_config import config_from_json, config_to_json
 from packgraph.train.config import read_config
@@ -26,6 +27,9 @@ MAMBA2 = hybrid("M", num_layers=2, num_heads=1, num_kv_heads=1, head_dim=2, inte
                 qk_norm=False, rope_theta=10_000.0)
 NEMOTRON = hybrid("M-M*-", num_layers=5, rope_theta=10_000.0, activation="relu2", rotary_share=0.0, qk_norm=False,
                   mamba=dataclasses.replace(MAMBA, smallest_step=0.001))
+NEMOTRON3 = dataclasses.replace(
+    NEMOTRON, num_layers=4, pattern="MEE*", experts=ExpertConfig(
+        count=8, per_token=3, intermediate_size=6, shared=2, score="sigmoid", scaling=2.5, score_bias=True))
 BAMBA = hybrid("(M-)(*-)(M-)", num_layers=3, rotary_share=0.5, mamba=WIDE, qk_norm=False)
 SHAPES = {
     "mamba2": MAMBA2,
@@ -35,6 +39,10 @@ SHAPES = {
     "nemotron_h": NEMOTRON,
     "nemotron_h, clamped steps, long convolution": dataclasses.replace(
         NEMOTRON, pattern="*M-", mamba=dataclasses.replace(MAMBA, smallest_step=0.5, conv_width=5, groups=4)),
+    "nemotron_h, experts": NEMOTRON3,
+    "nemotron_h, experts in groups, weights not normalised, blocks of all kinds": dataclasses.replace(
+        NEMOTRON3, pattern="M*E-", experts=dataclasses.replace(
+            NEMOTRON3.experts, groups=4, groups_kept=2, per_token=2, shared=1, normalise=False)),
     "bamba": BAMBA,
     "bamba, biases": dataclasses.replace(BAMBA, attention_bias=True, mamba=dataclasses.replace(
         WIDE, bias=True, conv_bias=False)),
@@ -79,17 +87,24 @@ def theirs(family):
         return transformers.NemotronHForCausalLM(transformers.NemotronHConfig(
             **sizes, head_dim=8, layers_block_type=["mamba", "mlp", "full_attention"], mamba_num_heads=4,
             mamba_head_dim=6, ssm_state_size=5, n_groups=2, chunk_size=8))
+    if family == "nemotron_h with experts":
+        return transformers.NemotronHForCausalLM(transformers.NemotronHConfig(
+            **sizes, head_dim=8, layers_block_type=["moe", "mamba", "full_attention"], mamba_num_heads=4,
+            mamba_head_dim=6, ssm_state_size=5, n_groups=2, chunk_size=8, n_routed_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=8, moe_shared_expert_intermediate_size=24, routed_scaling_factor=2.5))
     return transformers.BambaForCausalLM(transformers.BambaConfig(
         **sizes, num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_state=5, mamba_n_groups=2,
         mamba_chunk_size=8))
 
 
-@pytest.mark.parametrize("family", ["mamba2", "nemotron_h", "bamba"])
+@pytest.mark.parametrize("family", ["mamba2", "nemotron_h", "nemotron_h with experts", "bamba"])
 def test_reads_what_transformers_writes(family, tmp_path):
     theirs(family).save_pretrained(tmp_path, max_shard_size="8KB")
     model = theirs_from(tmp_path, "eager")
     ours, found = load_pretrained(tmp_path)
-    assert found.count("mamba") == 2 if family != "nemotron_h" else found.pattern == "M-*"
+    patterns = {"nemotron_h": "M-*", "nemotron_h with experts": "EM*"}
+    assert found.pattern == patterns[family] if family in patterns else found.count("mamba") == 2
+    assert found.experts.shared == (3 if "experts" in family else 0)
     document = random_documents([30], 40, 0)[0]
     assert_close(ours.logits(hand_batch([document], 30, 1)), model(input_ids=torch.tensor([document])).logits[0],
                  "logits")
@@ -114,7 +129,9 @@ def test_older_names_of_layers_and_tensors_are_read(tmp_path):
     (MAMBA2, {"time_step_limit": [0.0, 1.0]}, "time_step_limit is up to 1.0"),
     (BAMBA, {"time_step_limit": [0.0]}, r"time_step_limit is \[0.0\], not two numbers"),
     (MAMBA2, {"hidden_act": "gelu", "state_size": "5"}, "state_size is '5', not int; hidden_act is 'gelu'"),
-    (NEMOTRON, {"layers_block_type": ["moe"]}, "layers of experts"),
+    (NEMOTRON, {"layers_block_type": ["moe"]}, "no Mamba-2 layers; moe_shared_expert.* is 0, no multiple of"),
+    (NEMOTRON3, {"moe_latent_size": 4}, "moe_latent_size is 4, only None is known"),
+    (NEMOTRON3, {"moe_shared_expert_intermediate_size": 7}, "_size is 7, no multiple of moe_intermediate_size 6"),
     (NEMOTRON, {"layers_block_type": ["gdn", "mlp"]}, "layers_block_type has gdn; known are linear_attention"),
     (NEMOTRON, {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "makes no sense from layer 1"),
     (NEMOTRON, {"layers_block_type": None}, "layers_block_type is missing"),
@@ -129,7 +146,8 @@ def test_what_cannot_be_read_is_refused_with_reasons(config, values, message):
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    (hybrid(activation="relu2", rotary_share=0.0, qk_norm=False), "NemotronHForCausalLM has no model with experts"),
+    (dataclasses.replace(NEMOTRON3, experts=ExpertConfig(count=4, per_token=2, intermediate_size=6)),
+     "NemotronHForCausalLM has no model with experts.score='softmax', experts.score_bias=False, experts.shared=0"),
     (hybrid("M*-"), "qk_norm=True, activation='swiglu', rotary_share=1.0"),
     (hybrid("*-", mamba=dataclasses.replace(MAMBA, num_heads=0)), "no Mamba-2 layers"),
     (hybrid("(M-)*", qk_norm=False, mamba=WIDE), "BambaForCausalLM has no model with layers of attn"),
@@ -152,10 +170,10 @@ def test_a_missing_tensor_is_named_as_the_file_would_have_it(tmp_path):
 
 def test_a_run_takes_its_shape_from_a_checkpoint(tmp_path):
     """Every value that decides what weights compute comes along, whatever the preset said."""
-    for number, config in enumerate((MAMBA2, NEMOTRON, BAMBA)):
+    for number, config in enumerate((MAMBA2, NEMOTRON, NEMOTRON3, BAMBA)):
         save_pretrained(DecoderModel(config), tmp_path / str(number))
         shape = read_config(preset("qwen3-tiny"), [shape_layer(str(tmp_path / str(number)))]).model
         layers = range(config.num_layers)
         assert [shape.branches(layer) for layer in layers] == [config.branches(layer) for layer in layers]
-        assert (shape.mamba, shape.activation) == (config.mamba, config.activation)
+        assert (shape.mamba, shape.activation, shape.experts) == (config.mamba, config.activation, config.experts)
         assert (shape.rotary_share, shape.qk_norm) == (config.rotary_share, config.qk_norm)

@@ -81,31 +81,34 @@ def test_grouped_product_refuses_what_does_not_fit():
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_experts_equal_the_loop(ends, dtype):
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_equal_the_loop(gated, ends, dtype):
     used = ends[-1]
-    values, weights, gate_up, down, grad = make(dtype)
-    ours = run(by_module, [poisoned(values, used), poisoned(weights, used), gate_up, down], poisoned(grad, used),
-               ends_of(ends))
+    values, weights, matrices, down, grad = make(dtype, gated=gated)
+    ours = run(by_module, [poisoned(values, used), poisoned(weights, used), matrices, down], poisoned(grad, used),
+               ends_of(ends), gated)
     high = torch.promote_types(dtype, torch.float32)  # bfloat16: against exact numbers, not against other roundings
-    expected = run(naive, [x.to(high) for x in (values, weights, gate_up, down)], grad.to(high), ends_of(ends))
-    for name, found, wanted in zip(("out", "values", "weights", "gate_up", "down"), ours, expected):
-        live = found if name in ("gate_up", "down") else found[:used]
+    expected = run(naive, [x.to(high) for x in (values, weights, matrices, down)], grad.to(high), ends_of(ends), gated)
+    for name, found, wanted in zip(("out", "values", "weights", "matrices", "down"), ours, expected):
+        live = found if name in ("matrices", "down") else found[:used]
         wanted = wanted[: len(live)]
         assert (live.to(high) - wanted).norm() <= TOLERANCE[dtype] * wanted.norm() + 1e-12, name
     assert not ours[2][used:].any()  # the weights' gradient is 0 where there is no row
 
 
-def test_gradients_of_experts_are_right():
-    values, weights, gate_up, down, _ = make(torch.float64, rows=5, count=2, hidden=3, width=2)
-    leaves = [x.requires_grad_() for x in (values, weights, gate_up, down)]
-    assert torch.autograd.gradcheck(lambda *x: by_module(*x, ends_of([2, 5])), leaves)
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_of_experts_are_right(gated):
+    values, weights, matrices, down, _ = make(torch.float64, rows=5, count=2, hidden=3, width=2, gated=gated)
+    leaves = [x.requires_grad_() for x in (values, weights, matrices, down)]
+    assert torch.autograd.gradcheck(lambda *x: by_module(*x, ends_of([2, 5]), gated), leaves)
 
 
-def test_activation_rounds_once():
+@pytest.mark.parametrize("gated", [True, False])
+def test_activation_rounds_once(gated):
     h, weights = torch.randn(64, 48).bfloat16(), torch.rand(64)
     gate, up = h.double().chunk(2, dim=1)
-    exact = gate * torch.sigmoid(gate) * up * weights[:, None].double()
-    error = (activation(h, weights, ends_of([64])).double() - exact).abs()
+    exact = (gate * torch.sigmoid(gate) * up if gated else h.double().relu() ** 2) * weights[:, None].double()
+    error = (activation(h, weights, ends_of([64]), gated).double() - exact).abs()
     assert (error <= 1.01 * 2**-8 * exact.abs() + 1e-30).all()
 
 
@@ -145,10 +148,11 @@ def test_autocast_makes_products_narrow():
     torch.testing.assert_close(out.float(), experts(values, weights, ends), rtol=3e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("compile", [False, "aot_eager"], ids=str)
-def test_replays_follow_new_routings_bitwise(compile):
-    graphed = graph(Layer(), warmup=1, strict=True, compile=compile)
-    for step, (eager, replayed) in enumerate(zip(train(Layer(), 8), train(graphed, 8))):
+def test_replays_follow_new_routings_bitwise(compile, activation):
+    graphed = graph(Layer(activation=activation), warmup=1, strict=True, compile=compile)
+    for step, (eager, replayed) in enumerate(zip(train(Layer(activation=activation), 8), train(graphed, 8))):
         for ours, theirs in zip(replayed, eager):
             assert torch.equal(ours, theirs), step
             assert not ours.isnan().any()

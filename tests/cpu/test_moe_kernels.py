@@ -70,20 +70,23 @@ def test_moves_equal_the_operations(places, width, rows, dtype):
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("ends", "width"), [([0, 3, 3, 9], 24), ([11], 520), ([0, 0], 16)], ids=str)
-def test_activation_equals_the_operations(ends, width, dtype):
+@pytest.mark.parametrize("gated", [True, False])
+def test_activation_equals_the_operations(gated, ends, width, dtype):
     from packgraph.moe.activation_kernel import activate, activate_backward
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
-    h, weights, grad = (3 * torch.randn(11, 2 * width)).to(dtype), torch.rand(11), torch.randn(11, width).to(dtype)
+    h, weights = (3 * torch.randn(11, (1 + gated) * width)).to(dtype), torch.rand(11)
+    grad = torch.randn(11, width).to(dtype)
     h[:1] *= 40  # where the sigmoid is 0 or 1
+    h[1, 0] = NAN  # of a live row stays
     for x in (h, weights, grad):
         x[used:] = NAN
     close = {"rtol": 1e-2 if dtype is torch.bfloat16 else 1e-5, "atol": 1e-5}
-    found = [activate(h, weights, offsets), *activate_backward(grad, h, weights, offsets)]
-    wanted = [operations.activation(h, weights, offsets),
-              *operations.activation_backward(grad, h, weights, offsets)]
+    found = [activate(h, weights, offsets, gated), *activate_backward(grad, h, weights, offsets, gated)]
+    wanted = [operations.activation(h, weights, offsets, gated),
+              *operations.activation_backward(grad, h, weights, offsets, gated)]
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        torch.testing.assert_close(ours[:used], theirs[:used], **close)
+        torch.testing.assert_close(ours[:used], theirs[:used], equal_nan=True, **close)
     assert not found[2][used:].any()
 
 
@@ -103,7 +106,6 @@ def test_products_are_added_to_what_is_there(ends, of_left, of_right):
         expected = before[expert] + left[start:end].mT @ right[start:end]
         torch.testing.assert_close(total[expert], expected, rtol=1e-5, atol=1e-4)
         assert start < end or torch.equal(total[expert], before[expert])
-
 
 
 @pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")

@@ -26,7 +26,7 @@ class DecoderConfig:
     pattern: the branches of the layers in letters, such as M-M*-E or (M-)(*-), repeated over all layers
     (models/pattern.py); empty = attention and a feed-forward branch in each, with experts from experts.first_dense on.
     mamba: shape of the Mamba-2 layers that the pattern names.
-    activation: of feed-forward blocks: swiglu has a gate, relu2 (the square of what is positive) has none.
+    activation: of feed-forward blocks and experts: swiglu has a gate, relu2 (the square of what is positive) has none.
     rotary_share: part of a head's columns that the position turns, its first ones; 0 = none.
     Raises ValueError that names every illegal value at once.
     """

@@ -1,7 +1,8 @@
 """Architectures of transformers with Mamba-2 layers.
 
     mamba2       M in every layer, no attention
-    nemotron_h   one branch a layer, in any order; no rotary positions; feed-forward blocks without gates
+    nemotron_h   one branch a layer, in any order; no rotary positions; feed-forward blocks and experts without gates,
+                 experts chosen by sigmoid with a bias, beside shared ones (Nemotron 3)
     bamba        M or attention, then a feed-forward block, in every layer; half of a head's columns are turned
 
 Nemotron-H's time steps are at least `time_step_min`, as transformers has it. mamba2 may keep its residuals in float32
@@ -19,6 +20,7 @@ from packgraph.models.pattern import read_pattern, write_pattern
 MIXER, ATTENTION = "linear_attention", "full_attention"
 OLD_NAMES = MappingProxyType({"mamba": MIXER, "mamba2": MIXER, "attention": ATTENTION})
 BRANCHES = MappingProxyType({MIXER: "mamba", ATTENTION: "attn", "mlp": "mlp", "moe": "moe"})
+SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 _NAMES = ((r"^norm\.", "norm_f."), (r"^embed_tokens\.", "embeddings."), (r"\.input_layernorm\.", ".norm."),
           (r"\.post_attention_layernorm\.", ".norm."), (r"\.(mamba|self_attn|mlp)\.", ".mixer."))
 _COMMON = {
@@ -83,22 +85,29 @@ def _read_nemotron(description: Description, values: dict[str, Any]) -> list[str
             return [f"layers_block_type has {', '.join(unknown)}; known are {', '.join(BRANCHES)}"]
         layers = [(BRANCHES[name],) for name in names]
     values |= {"num_layers": len(layers), "pattern": write_pattern(layers)}
-    problems = {"layers of experts (moe), which have no gate there, and gates here": ("moe",) in layers,
-                "no Mamba-2 layers": ("mamba",) not in layers}
-    return [text for text, wrong in problems.items() if wrong]
+    reasons = [] if ("mamba",) in layers else ["no Mamba-2 layers"]
+    if ("moe",) not in layers:
+        values["experts.count"] = 0  # the keys of experts are written, or have defaults, without such layers too
+        return reasons
+    shared, one = description.get(SHARED_WIDTH, 7688), values["experts.intermediate_size"]
+    whole = isinstance(shared, int) and shared > 0 and one > 0 and shared % one == 0
+    values["experts.shared"] = shared // one if whole else 0
+    return reasons if whole else [*reasons, f"{SHARED_WIDTH} is {shared!r}, no multiple of moe_intermediate_size {one}"]
 
 
 def _write_nemotron(config: DecoderConfig) -> dict[str, Any]:
     layers = [config.branches(index) for index in range(config.num_layers)]
     names = {branch: name for name, branch in BRANCHES.items()}
     return {"num_hidden_layers": config.num_layers, "layers_block_type": [names[layer[0]] for layer in layers],
-            "expand": max(1, config.mamba.inner // config.hidden_size)}
+            "expand": max(1, config.mamba.inner // config.hidden_size), "n_shared_experts": 1,
+            SHARED_WIDTH: config.experts.shared * config.experts.intermediate_size}
 
 
 def _refuse_nemotron(config: DecoderConfig) -> list[str]:
     layers = [config.branches(index) for index in range(config.num_layers)]
     problems = {"layers of two branches": any(len(layer) > 1 for layer in layers),
-                "experts with gates": ("moe",) in layers, "no Mamba-2 layers": ("mamba",) not in layers}
+                "experts.shared=0": ("moe",) in layers and not config.experts.shared,
+                "no Mamba-2 layers": ("mamba",) not in layers}
     return [text for text, wrong in problems.items() if wrong]
 
 
@@ -167,11 +176,19 @@ NEMOTRON_H = Family(
         "mamba.conv_bias": Key("use_conv_bias", True),
         "mamba.bias": Key("use_bias", False),
         "mamba.chunk": Key("chunk_size", 128),
-        "mamba.smallest_step": Key("time_step_min", 0.001)}),
+        "mamba.smallest_step": Key("time_step_min", 0.001),
+        "experts.count": Key("n_routed_experts", 8),
+        "experts.per_token": Key("num_experts_per_tok", 2),
+        "experts.intermediate_size": Key("moe_intermediate_size", 7688),
+        "experts.normalise": Key("norm_topk_prob", True),
+        "experts.scaling": Key("routed_scaling_factor", 1.0),
+        "experts.groups": Key("n_group", 1),
+        "experts.groups_kept": Key("topk_group", 1)}),
     MappingProxyType({"attention_dropout": 0.0, "hidden_dropout": 0.0, "mlp_hidden_act": "relu2",
                       "mamba_hidden_act": "silu", "mlp_bias": False, "mamba_proj_bias": False, "sliding_window": None,
-                      "num_nextn_predict_layers": 0}),
-    MappingProxyType({"qk_norm": False, "activation": "relu2", "rotary_share": 0.0, "attention_bias": False}),
+                      "num_nextn_predict_layers": 0, "moe_latent_size": None}),
+    MappingProxyType({"qk_norm": False, "activation": "relu2", "rotary_share": 0.0, "attention_bias": False,
+                      "experts.score": "sigmoid", "experts.score_bias": True, "experts.first_dense": 0}),
     rotary=False, complete=_read_nemotron, write=_write_nemotron, refuse=_refuse_nemotron, renamed=_NAMES,
     prefixes=("backbone.", "model."))
 

@@ -32,17 +32,27 @@ def mamba_weights(config: DecoderConfig) -> int:
 
 def feed_forward_weights(config: DecoderConfig) -> int:
     """Elements of the matrices of one feed-forward block."""
-    return (2 if config.activation == "relu2" else 3) * config.hidden_size * config.intermediate_size
+    return _feed_forward_matrices(config) * config.hidden_size * config.intermediate_size
 
 
 def expert_weights(config: DecoderConfig) -> int:
     """Elements of the matrices that a token passes in one layer's experts: the router's and those of its own."""
     experts = config.experts
     blocks = experts.per_token + experts.shared
-    return config.hidden_size * (experts.count + 3 * blocks * experts.intermediate_size)
+    return config.hidden_size * (experts.count + _feed_forward_matrices(config) * blocks * experts.intermediate_size)
+
+
+def expert_columns(config: DecoderConfig) -> int:
+    """Columns of a row of experts before the activation."""
+    return (_feed_forward_matrices(config) - 1) * config.experts.intermediate_size
 
 
 def token_weights(config: DecoderConfig) -> int:
     """Elements of the matrices that a token passes in all layers."""
     weights = {"mamba": mamba_weights, "attn": attention_weights, "mlp": feed_forward_weights, "moe": expert_weights}
     return sum(config.count(branch) * of_one(config) for branch, of_one in weights.items())
+
+
+def _feed_forward_matrices(config: DecoderConfig) -> int:
+    """Matrices of a feed-forward block or an expert: without a gate there is one less."""
+    return 2 if config.activation == "relu2" else 3

@@ -1,12 +1,13 @@
 """The experts of one rank: two grouped products and the activation between them, without a host sync.
 
     values [R, H] -- @ gate_up^T --> h [R, 2I] -- silu(gate) * up * weight --> act [R, I] -- @ down^T --> [R, H]
+    values [R, H] -- @ up^T -------> h [R, I] --- relu(h) ** 2 * weight -----> act [R, I] -- @ down^T --> [R, H]
 
 The weights of the routing enter before the second product. So its outputs need not be saved for the weights' gradient,
 and combining rows is a plain sum (Megatron-Core's technical report, arXiv 2603.07685). Kept for the backward: values
 and h; the activation is made again. Rows from offsets[-1] on are read nowhere, and undefined in the result.
 """
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,31 @@ from packgraph.moe.grouped import autocast, matrices_gradient, product
 
 
 class Experts(nn.Module):
-    """`count` experts with SwiGLU. gate_up_proj: [count, 2I, H], gate rows first; down_proj: [count, H, I].
+    """`count` experts. gate_up_proj: [count, 2I, H], gate rows first, or without a gate up_proj: [count, I, H];
+    down_proj: [count, H, I].
 
-    count: the experts of this rank. Weights begin as normal numbers of deviation 0.02.
+    count: the experts of this rank. activation: swiglu has a gate, relu2 has none (moe/activation.py). Weights begin as
+    normal numbers of deviation 0.02.
     """
 
-    def __init__(self, count: int, hidden_size: int, intermediate_size: int) -> None:
+    gate_up_proj: nn.Parameter
+    up_proj: nn.Parameter
+
+    def __init__(self, count: int, hidden_size: int, intermediate_size: int,
+                 activation: Literal["swiglu", "relu2"] = "swiglu") -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, hidden_size))
+        self.gated = activation == "swiglu"
+        if self.gated:
+            self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, hidden_size))
+        else:
+            self.up_proj = nn.Parameter(torch.empty(count, intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(count, hidden_size, intermediate_size))
         self.reset_parameters()
+
+    @property
+    def first_proj(self) -> nn.Parameter:
+        """The matrices of the first product, whatever they are called: [count, columns of h, H]."""
+        return self.gate_up_proj if self.gated else self.up_proj
 
     def reset_parameters(self) -> None:
         """Fresh weights."""
@@ -41,59 +57,70 @@ class Experts(nn.Module):
         return self.second(self.first(values, offsets), weights, offsets)
 
     def first(self, values: Tensor, offsets: Tensor) -> Tensor:
-        """The product before the activation: h [R, 2I]."""
-        values, matrices = autocast(values, self.gate_up_proj)
+        """The product before the activation: h [R, 2I], without a gate [R, I]."""
+        values, matrices = autocast(values, self.first_proj)
         return product(values, matrices, offsets, True)  # not by a view: the backward then reads the parameter itself
 
     def second(self, h: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """What follows it: [R, H]."""
-        return activate_and_multiply(h, weights, self.down_proj, offsets)
+        return activate_and_multiply(h, weights, self.down_proj, offsets, self.gated)
 
     def extra_repr(self) -> str:
         count, hidden_size, intermediate_size = self.down_proj.shape
-        return f"count={count}, hidden_size={hidden_size}, intermediate_size={intermediate_size}"
+        gate = "" if self.gated else ", no gate"
+        return f"count={count}, hidden_size={hidden_size}, intermediate_size={intermediate_size}{gate}"
 
 
-def activate_and_multiply(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
-    """(silu(gate) * up * weight) @ down[e]^T for the rows of every expert e: [R, H].
+def activate_and_multiply(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
+    """`activation(h, weights, offsets, gated)` @ down[e]^T for the rows of every expert e: [R, H].
 
-    h: [R, 2I], gate first. weights: float32 [R]. down: [E, H, I]. offsets: int32 [E].
+    h: [R, 2I], gate first, or [R, I] without a gate. weights: float32 [R]. down: [E, H, I]. offsets: int32 [E].
     """
     h, down = autocast(h, down)
-    return _second_half(h, weights, down, offsets)
+    return _second_half(h, weights, down, offsets, gated)
 
 
-def naive_experts(values: Tensor, weights: Tensor, offsets: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The specification: each expert a gated MLP on its rows; each output times its weight. Zero in the tail."""
+def naive_experts(values: Tensor, weights: Tensor, offsets: Tensor, matrices: Tensor, down: Tensor,
+                  gated: bool = True) -> Tensor:
+    """The specification: each expert an MLP on its rows; each output times its weight. Zero in the tail.
+
+    matrices: [E, 2I, H], gate rows first, or [E, I, H] without a gate.
+    """
     start, parts = 0, []
-    for end, first, second in zip(offsets.tolist(), gate_up, down):
-        gate, up = (values[start:end] @ first.t()).chunk(2, dim=1)
-        parts.append(((gate * torch.sigmoid(gate) * up) @ second.t()) * weights[start:end, None].to(values.dtype))
+    for end, first, second in zip(offsets.tolist(), matrices, down):
+        h = values[start:end] @ first.t()
+        if gated:
+            gate, up = h.chunk(2, dim=1)
+            act = gate * torch.sigmoid(gate) * up
+        else:
+            act = torch.where(h > 0, h * h, 0.0)
+        parts.append((act @ second.t()) * weights[start:end, None].to(values.dtype))
         start = end
     return torch.cat([*parts, values.new_zeros(values.shape[0] - start, down.shape[1])])
 
 
 @torch.library.custom_op("packgraph::activate_and_multiply", mutates_args=())
-def _second_half(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+def _second_half(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool) -> Tensor:
     """One operation, since its backward keeps h and not the activation."""
-    return product(activation(h, weights, offsets), down, offsets, True)
+    return product(activation(h, weights, offsets, gated), down, offsets, True)
 
 
 @_second_half.register_fake
-def _second_half_shape(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+def _second_half_shape(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool) -> Tensor:
     return h.new_empty(h.shape[0], down.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.gated = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     h, weights, down, offsets = ctx.saved_tensors
     of_act = product(grad, down, offsets, False)
-    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets)
+    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
     of_down = matrices_gradient(grad, act, offsets, True) if ctx.needs_input_grad[2] else None
-    return of_h, of_weights, of_down, None
+    return of_h, of_weights, of_down, None, None
 
 
 _second_half.register_autograd(_differentiate, setup_context=_save)

@@ -8,6 +8,7 @@ import torch
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.layers.moe import moe_blocks
+from packgraph.models.sizes import expert_columns
 from packgraph.moe.stash import Stash
 from packgraph.parallel.mesh import Mesh
 from packgraph.plan.pipeline.slots import slot_counts
@@ -22,7 +23,8 @@ def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torc
     stash, experts = Stash(device), config.model.experts
     dtype = getattr(torch, config.run.dtype)
     columns = {(dtype, config.model.hidden_size): 1}
-    columns[dtype, 2 * experts.intermediate_size] = columns.get((dtype, 2 * experts.intermediate_size), 0) + 1
+    width = expert_columns(config.model)
+    columns[dtype, width] = columns.get((dtype, width), 0) + 1
     records = sum(len(moe_blocks([chunk])) * slots
                   for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True))
     auto = config.graph.capacities == "auto"

@@ -17,7 +17,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention
 from packgraph.models.layers.latent_attention import LatentAttention
 from packgraph.models.layers.mamba import MambaMixer
-from packgraph.models.layers.mlp import GatedMLP, SquaredReluMLP
+from packgraph.models.layers.mlp import feed_forward
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.offload.marks import Mark, nowhere
@@ -41,7 +41,8 @@ class DecoderLayer(nn.Module):
             self.mamba = MambaMixer(config)
         if self.branches[-1] in ("mlp", "moe"):
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp = _feed_forward(config, self.branches[-1])
+            moe = self.branches[-1] == "moe"
+            self.mlp = MoEBlock(config) if moe else feed_forward(config, config.intermediate_size)
 
     def stages(self) -> Sequence[Stage]:
         return [stage for branch in self.branches for stage in self._stages_of(branch)]
@@ -110,11 +111,3 @@ class DecoderLayer(nn.Module):
 
     def _drop(self, branch: Tensor) -> Tensor:
         return F.dropout(branch, self.dropout, training=True) if self.training and self.dropout else branch
-
-
-def _feed_forward(config: DecoderConfig, branch: str) -> GatedMLP | SquaredReluMLP | MoEBlock:
-    if branch == "moe":
-        return MoEBlock(config)
-    if config.activation == "relu2":
-        return SquaredReluMLP(config.hidden_size, config.intermediate_size)
-    return GatedMLP(config.hidden_size, config.intermediate_size, config.merge_projections)

@@ -2,6 +2,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.merged import MergedProjections
 from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.swiglu import swiglu
@@ -42,3 +43,10 @@ class SquaredReluMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with self.offload("mlp_act"):
             return self.down_proj(F.relu(self.up_proj(x)).square())
+
+
+def feed_forward(config: DecoderConfig, width: int) -> GatedMLP | SquaredReluMLP:
+    """A block of this intermediate width with the activation of `config`."""
+    if config.activation == "relu2":
+        return SquaredReluMLP(config.hidden_size, width)
+    return GatedMLP(config.hidden_size, width, config.merge_projections)

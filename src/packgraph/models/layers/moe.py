@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.mlp import GatedMLP
+from packgraph.models.layers.mlp import feed_forward
 from packgraph.moe.balance import expert_counts
 from packgraph.moe.dispatch import Dispatcher, LocalDispatcher, Rows
 from packgraph.moe.experts import Experts
@@ -89,9 +89,10 @@ class MoEBlock(nn.Module):
         super().__init__()
         self.settings = config.experts
         self.gate = Gate(config)
-        self.experts = Experts(config.experts.count, config.hidden_size, config.experts.intermediate_size)
+        self.experts = Experts(config.experts.count, config.hidden_size, config.experts.intermediate_size,
+                               config.activation)
         width = config.experts.shared * config.experts.intermediate_size
-        self.shared_experts = GatedMLP(config.hidden_size, width, config.merge_projections) if width else None
+        self.shared_experts = feed_forward(config, width) if width else None
         self.dispatcher = LocalDispatcher(config.experts.count)
         self.stash: Stash | None = None
         self.offload: Mark = nowhere
