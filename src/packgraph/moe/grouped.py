@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packgraph.moe.grouped_ways import ALIGNMENT, HOPPER, multiplied_way, programs_at_once
 from packgraph.ops.loss import HAS_TRITON
 
-HOPPER = (9, 0)
-ALIGNMENT = 16  # bytes
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,7 +62,13 @@ def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> T
     """[R, N] from a [R, K] and matrices [E, K, N], or [E, N, K] if `transposed`."""
     a, b = _rows(a), _matrices(matrices, transposed)
     if _by_torch(a, *b.shape[1:]):
-        return F.grouped_mm(a, b, offs=offsets)
+        matrices = b.mT if transposed else b
+        way = multiplied_way(a, matrices)
+        if way.kernel == "torch":
+            return F.grouped_mm(a, b, offs=offsets)
+        from packgraph.moe.grouped_forward_kernel import multiply_by_descriptors
+        programs = programs_at_once(a.device, way.programs)
+        return multiply_by_descriptors(a, matrices, offsets.contiguous(), transposed, way, programs)
     total = a.new_zeros(a.shape[0], b.shape[2])
     for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
         total = total + torch.where(inside, a, 0) @ matrix

@@ -2,15 +2,15 @@
 
 One program makes one tile of one expert: it goes over the expert's rows in order, so the sum has a fixed order, and
 reads and writes its tile of `total` once. Programs of experts without rows end at once. Tiles of one expert follow each
-other in groups, so that rows are read from the second-level cache.
+other in groups, so that rows are read from the second-level cache. This kernel takes what any memory holds; the one in
+moe/grouped_added_kernel.py, by descriptors, is chosen where the table in moe/grouped_ways.py says so.
 """
 import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP, WARPS, STAGES = 8, 8, 4
-FEW = (32, 128, 128)  # rows at a time, tile of the result; best of fifteen on an H200 up to 400 rows per expert
-MANY, MANY_FROM = (64, 128, 256), 1024
+from packgraph.moe.grouped_added_kernel import add_by_descriptors
+from packgraph.moe.grouped_ways import Added, added_way, programs_at_once
 
 
 @triton.jit
@@ -43,12 +43,19 @@ def _add(total, left, right, offsets, of_left, of_right, left_stride, right_stri
         tl.store(total + place, acc, mask=mask)
 
 
-def add_products(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
-    """total [E, I, J] += left[rows of e]^T @ right[rows of e]. left: [R, I]; right: [R, J]; offsets: int32 [E]."""
+def add_products(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor, way: Added | None = None) -> None:
+    """total [E, I, J] += left[rows of e]^T @ right[rows of e]. left: [R, I]; right: [R, J]; offsets: int32 [E].
+
+    total: contiguous. way: how; by default what the table says.
+    """
     left, right = (x if x.stride(1) == 1 else x.contiguous() for x in (left, right))
+    offsets = offsets.contiguous()
+    way = added_way(total, left, right) if way is None else way
+    if way.kernel == "descriptors":
+        add_by_descriptors(total, left, right, offsets, way, programs_at_once(total.device, way.programs))
+        return
     experts, of_left, of_right = total.shape
-    tile_rows, tile_left, tile_right = MANY if left.shape[0] >= MANY_FROM * experts else FEW
-    tiles = triton.cdiv(of_left, tile_left) * triton.cdiv(of_right, tile_right)
-    _add[(tiles, experts)](total, left, right, offsets.contiguous(), of_left, of_right, left.stride(0), right.stride(0),
-                           ROWS=tile_rows, LEFT=tile_left, RIGHT=tile_right, GROUP=GROUP, num_warps=WARPS,
-                           num_stages=STAGES)
+    tiles = triton.cdiv(of_left, way.left) * triton.cdiv(of_right, way.right)
+    _add[(tiles, experts)](total, left, right, offsets, of_left, of_right, left.stride(0), right.stride(0),
+                           ROWS=way.rows, LEFT=way.left, RIGHT=way.right, GROUP=way.group, num_warps=way.warps,
+                           num_stages=way.stages)

@@ -1,0 +1,89 @@
+"""Which kernel makes the grouped products of experts, with which tiles, by rows per expert: one table for each product.
+
+Figures come from `benchmarks/moe_grouped.py`. Kernels by descriptors (the TMA unit of compute capability 9.0) stand
+beside those by pointers, which run everywhere, and beside torch's grouped product; a way that cannot take a shape is
+passed over for the one that always can.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from packgraph.ops.loss import HAS_TRITON
+
+HOPPER = (9, 0)
+ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides
+
+
+class Added(NamedTuple):
+    """How `total += left^T @ right` per expert is made: moe/grouped_kernel.py.
+
+    kernel: "pointers" or "descriptors". rows: summed over in one step. left, right: the tile of the result. programs:
+    per multiprocessor ("descriptors" only, as all that follow). parts: pieces that a tile leaves in, 1 or 2. reduce:
+    the second-level cache adds what it gets; else tiles are read, added to and written. prefetch: tiles that will be
+    read are asked for when their first rows are. group: tiles of left that are made one after another for one of right.
+    """
+
+    kernel: str
+    rows: int
+    left: int
+    right: int
+    warps: int = 8
+    stages: int = 4
+    programs: int = 1
+    parts: int = 1
+    reduce: bool = True
+    prefetch: bool = False
+    group: int = 8
+
+
+class Multiplied(NamedTuple):
+    """How `a @ matrix` per expert is made: moe/grouped_forward_kernel.py, or by torch.
+
+    kernel: "torch" or "descriptors". rows, columns: the tile of the result. inner: summed over in one step. programs:
+    per multiprocessor.
+    """
+
+    kernel: str
+    rows: int = 128
+    columns: int = 128
+    inner: int = 64
+    warps: int = 8
+    stages: int = 4
+    programs: int = 1
+
+
+# (from how many rows per expert on, how): descending. Those by pointers are the best of fifteen on an H200.
+ADDED = ((1024, Added("pointers", 64, 128, 256)), (0, Added("pointers", 32, 128, 128)))
+MULTIPLIED = ((0, Multiplied("torch")),)
+BY_POINTERS = ADDED
+
+
+def added_way(total: Tensor, left: Tensor, right: Tensor) -> Added:
+    """The way to add to `total` [E, I, J] products of rows of left [R, I] and right [R, J]."""
+    per_expert = left.shape[0] // total.shape[0]
+    way = next(way for least, way in ADDED if per_expert >= least)
+    if way.kernel == "descriptors" and not describable(total, left, right):
+        way = next(way for least, way in BY_POINTERS if per_expert >= least)
+    return way
+
+
+def multiplied_way(a: Tensor, matrices: Tensor) -> Multiplied:
+    """The way to multiply rows a [R, K] with contiguous matrices [E, K, N] or [E, N, K]; "torch" where in doubt."""
+    per_expert = a.shape[0] // matrices.shape[0]
+    way = next(way for least, way in MULTIPLIED if per_expert >= least)
+    return way if way.kernel == "torch" or describable(a, matrices) else Multiplied("torch")
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether descriptors can stand for these: on compute capability 9.0, none empty, aligned, last dimension dense."""
+    return HAS_TRITON and all(
+        x.is_cuda and x.numel() > 0 and torch.cuda.get_device_capability(x.device) >= HOPPER
+        and x.data_ptr() % ALIGNMENT == 0 and x.stride(-1) == 1
+        and all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
+        for x in tensors)
+
+
+def programs_at_once(device: torch.device, each: int) -> int:
+    """How many programs run at the same time with `each` on every multiprocessor of a CUDA device."""
+    return each * torch.cuda.get_device_properties(device).multi_processor_count

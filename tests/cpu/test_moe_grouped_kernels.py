@@ -1,0 +1,123 @@
+"""Grouped products by descriptors against one product after the other, in Triton's interpreter; the choice of a way."""
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packgraph.moe import grouped_ways
+from packgraph.moe.grouped import naive_grouped_mm
+from packgraph.moe.grouped_ways import ADDED, MULTIPLIED, Added, Multiplied, added_way, describable, multiplied_way
+from packgraph.ops.loss import HAS_TRITON
+
+INSIDE = "TRITON_INTERPRET"
+inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
+bounds_from_memory = pytest.mark.skipif(
+    HAS_TRITON and version("triton").startswith("3.6.") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4),
+    reason="the interpreter of Triton 3.6 makes an error of loop bounds that were loaded, with NumPy 2.4 or newer")
+NAN, ROWS = float("nan"), 150
+ENDS = [(0, 45, 45, 130), (32, 64, 96, 96), (0, 0, 0, 0), (1, 2, 3, 4), (0, 0, 0, 150)]
+
+
+def add_in_memory(builder, kind, descriptor, value, indices):
+    """What the interpreter lacks: the addition of a tile that the cache makes. `builder` and `kind` are its own."""
+    there = builder.create_descriptor_load(descriptor, indices, None, None)
+    builder.create_descriptor_store(descriptor, type(value)(there.data + value.data, value.dtype), indices)
+
+
+@inside
+@bounds_from_memory
+@pytest.mark.parametrize(("ends", "way"), [
+    (ENDS[0], Added("descriptors", 32, 16, 32, programs=3)), (ENDS[1], Added("descriptors", 16, 16, 32, programs=1)),
+    (ENDS[1], Added("descriptors", 32, 32, 16, parts=2, programs=5, group=2)),
+    (ENDS[2], Added("descriptors", 16, 32, 64, programs=3)),
+    (ENDS[3], Added("descriptors", 64, 16, 32, reduce=False, parts=2, programs=2)),
+    (ENDS[4], Added("descriptors", 32, 32, 64, reduce=False, programs=1000))], ids=str)
+def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from packgraph.moe.grouped_added_kernel import add_by_descriptors
+    monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", add_in_memory, raising=False)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    left, right = torch.randn(ROWS, 24), torch.randn(ROWS, 44)[:, :40]
+    left[ends[-1]:], right[ends[-1]:] = NAN, NAN
+    before = torch.randn(4, 24, 40)
+    total = before.clone()
+    add_by_descriptors(total, left, right, offsets, way, way.programs)
+    for expert, (start, end) in enumerate(zip((0, *ends), ends)):
+        expected = before[expert] + left[start:end].mT @ right[start:end]
+        torch.testing.assert_close(total[expert], expected, rtol=1e-5, atol=1e-4)
+        assert start < end or torch.equal(total[expert], before[expert])
+
+
+@inside
+@bounds_from_memory
+def test_rows_of_others_do_not_reach_a_sum():
+    """Neither by a product with zero: a row of the next expert is NaN on one side and infinite on the other."""
+    from packgraph.moe.grouped_added_kernel import add_by_descriptors
+    left, right = torch.randn(40, 16), torch.randn(40, 16)
+    left[10:20], right[10:20] = NAN, float("inf")
+    total = torch.zeros(3, 16, 16)
+    way = Added("descriptors", 32, 16, 16, reduce=False)
+    add_by_descriptors(total, left, right, torch.tensor([10, 20, 40], dtype=torch.int32), way, 2)
+    torch.testing.assert_close(total[0], left[:10].mT @ right[:10], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(total[2], left[20:].mT @ right[20:], rtol=1e-5, atol=1e-4)
+    assert not total[1].isfinite().any()
+
+
+@inside
+@bounds_from_memory
+@pytest.mark.parametrize(("ends", "transposed", "way", "programs"), [
+    (ENDS[0], False, Multiplied("descriptors", 32, 32, 16), 3),
+    (ENDS[0], True, Multiplied("descriptors", 16, 64, 64), 2),
+    (ENDS[1], True, Multiplied("descriptors", 32, 64, 16), 1),
+    (ENDS[2], False, Multiplied("descriptors", 32, 32, 32), 3),
+    (ENDS[3], True, Multiplied("descriptors", 64, 32, 32), 2),
+    (ENDS[4], False, Multiplied("descriptors", 64, 64, 32), 9)], ids=str)
+def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, way, programs):
+    from packgraph.moe.grouped_forward_kernel import multiply_by_descriptors
+    offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
+    a, matrices = torch.randn(ROWS, 44)[:, :40], torch.randn(4, 72, 40) if transposed else torch.randn(4, 40, 72)
+    expected = naive_grouped_mm(a, matrices.mT if transposed else matrices, offsets)
+    a[used:] = NAN
+    found = multiply_by_descriptors(a, matrices, offsets, transposed, way, programs)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found[:used], expected[:used], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
+def test_in_the_interpreter():
+    assert importlib.util.find_spec("triton") is not None
+    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@settings(max_examples=50)
+@given(rows=st.integers(1, 5000), experts=st.integers(1, 9))
+def test_tables_know_every_number_of_rows(rows, experts):
+    left, right = torch.empty(rows, 8, dtype=torch.bfloat16), torch.empty(rows, 16, dtype=torch.bfloat16)
+    way = added_way(torch.empty(experts, 8, 16, dtype=torch.bfloat16), left, right)
+    assert way.kernel == "pointers" and way in [known for _, known in grouped_ways.BY_POINTERS]
+    assert multiplied_way(left, torch.empty(experts, 8, 16, dtype=torch.bfloat16)).kernel == "torch"
+
+
+@pytest.mark.parametrize("table", [ADDED, MULTIPLIED, grouped_ways.BY_POINTERS], ids=["add", "multiply", "old"])
+def test_tables_descend_to_nothing(table):
+    least = [rows for rows, _ in table]
+    assert least == sorted(least, reverse=True) and least[-1] == 0
+
+
+def test_what_descriptors_cannot_take_goes_by_pointers(monkeypatch):
+    monkeypatch.setattr(grouped_ways, "ADDED", ((0, Added("descriptors", 64, 128, 256)),))
+    monkeypatch.setattr(grouped_ways, "MULTIPLIED", ((0, Multiplied("descriptors")),))
+    left, right, total = torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(2, 8, 8)
+    assert not describable(left)
+    assert added_way(total, left, right).kernel == "pointers" and multiplied_way(left, total).kernel == "torch"
