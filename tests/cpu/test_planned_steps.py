@@ -177,3 +177,8 @@ def test_what_cannot_be_is_refused_with_its_reason(changes, reason):
     found = disagreements(run_config(**changes), "cpu", world=world)
     assert any(reason in problem for problem in found), found
     assert not disagreements(run_config(), "cpu", world=4)
+
+
+def test_timing_rows_without_plans_is_refused():
+    config = dataclasses.replace(run_config(), parallel=ParallelConfig(cp=4, time_rows=True))
+    assert any("it goes with parallel.dynamic_cp = true" in found for found in disagreements(config, "cpu", world=4))

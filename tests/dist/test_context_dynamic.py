@@ -1,6 +1,7 @@
 """Runs whose rows are spread over as many ranks as they need: plans, graphs, one process, data that go on."""
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ from packgraph.packing.document import IGNORED, Document
 from packgraph.parallel.collect import collect
 from packgraph.parallel.context import spread_context
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train import row_timing
 from packgraph.train.data import DataConfig, PlannedSteps
 from packgraph.train.dynamic_context import context_request
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.progress import ProgressView
+from packgraph.train.run_folder import SUMMARY, read_json
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
 
@@ -132,6 +135,41 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint_between_plans(tmp_path):
     equal(ranks(CP2, folder, config(CP2, 6, enabled=False), True)[0][0], whole)
     rows = [read_metrics(one / METRICS) for one in (folder, tmp_path / "whole")]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+
+
+def timed_run(mesh, folder, settings, learn):
+    """As `go`, and what plans went by in the end. learn: whether they go by what was timed, else by the estimates."""
+    fitted = row_timing.fit if learn else lambda timings, prior, **_: prior
+    with mock.patch.object(row_timing, "fit", fitted):
+        found, totals = go(mesh, folder, settings)
+    return found, totals, read_json(Path(folder) / SUMMARY)["context"]
+
+
+def with_timed_rows(settings):
+    return dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, time_rows=True))
+
+
+def test_rows_that_are_timed_in_a_run_change_its_plans_and_nothing_else(tmp_path):
+    """Bitwise the run that times nothing, where plans go by the same costs; with dropout, whose random numbers the
+    timed rows have drawn, too."""
+    settings = config(CP2, dropout=0.1, granularity="chunk")
+    plain = ranks(CP2, tmp_path / "plain", settings)
+    timed = run_ranks(timed_run, 2, str(tmp_path / "timed"), with_timed_rows(settings), False,
+                      layout=settings.parallel.layout(), seconds=120.0)
+    equal(timed[0][0], plain[0][0])
+    assert [found[1]["replayed"] for found in timed] == [found[1]["replayed"] for found in plain]
+    assert timed[0][2]["cost_is_measured"] and timed[0][1]["fallbacks"] == plain[0][1]["fallbacks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [CP2, CP2_PP2], ids=str)
+def test_all_ranks_plan_by_what_the_slowest_took(layout, tmp_path):
+    """Plans that differ between ranks would make packs that differ, which stops a run."""
+    settings = with_timed_rows(config(layout, 6, granularity="chunk"))
+    world = layout.dp * layout.cp * layout.pp
+    found = run_ranks(timed_run, world, str(tmp_path), settings, True, layout=settings.parallel.layout(), seconds=120.0)
+    assert found[0][2]["cost_is_measured"] and set(found[0][1]["fallbacks"]) <= {"warm-up"}
+    assert found[0][2]["cost"] != vars(stream(settings, world).request.cost)
 
 
 def isolated(mesh):

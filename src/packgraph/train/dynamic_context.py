@@ -70,7 +70,8 @@ def context_problems_of_run(config: TrainConfig) -> list[str]:
     """What keeps the ranks of a row from changing from microbatch to microbatch, all reasons at once."""
     parallel, graph = config.parallel, config.graph
     if not parallel.dynamic_cp:
-        return []
+        return ["parallel.time_rows = true is for plans of groups that change; it goes with parallel.dynamic_cp = true"
+                ] if parallel.time_rows is True else []
     problems = {
         "parallel.dynamic_cp chooses among groups of up to parallel.cp ranks, and that is 1; give the ranks that the "
         "longest document needs": parallel.cp == 1,

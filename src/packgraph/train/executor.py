@@ -6,7 +6,7 @@ pays for capture.
 """
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,6 +166,19 @@ class Executor:
         batches: all packs of the step, those of other replicas too; see `Autotune.begin`.
         """
         return self._warm and self.autotune is not None and self.autotune.begin(batches, note)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Steps that are none of the run's: what is run within is not timed against eager, and counts are put back."""
+        autotune, self.autotune = self.autotune, None
+        every = [graphed.stats for graphed in self._graphed]
+        counts = [(stats, stats.replayed, Counter(stats.fallbacks)) for stats in every]
+        try:
+            yield
+        finally:
+            self.autotune = autotune
+            for stats, replayed, fallbacks in counts:
+                stats.replayed, stats.fallbacks = replayed, fallbacks
 
     def _way_of(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
         if self.autotune is None or self.autotune.whole_steps:

@@ -147,6 +147,8 @@ class ParallelConfig:
         padded to multiples of twice the ranks; auto = ulysses where the ranks divide the heads.
     dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each microbatch anew; the
         documents of a step are shared out to all ranks of dp x cp together.
+    time_rows: once graphs are captured, time rows of every number of ranks, and plan by that instead of by estimates,
+        with dynamic_cp; auto = on CUDA only.
     tp: parts that every matrix is split into.
     pp: ranks of the pipeline.
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles, more transfers.
@@ -164,6 +166,7 @@ class ParallelConfig:
     cp: int = 1
     cp_kind: Literal["auto", "ulysses", "zigzag"] = "auto"
     dynamic_cp: bool = False
+    time_rows: bool | Literal["auto"] = "auto"
     tp: int = 1
     pp: int = 1
     chunks: int = 1

@@ -1,6 +1,6 @@
 """`packgraph plan DATA --world N`: which rank would hold which document of a step, in groups of which size.
 
-Nothing is run. Costs are those of a measured model scaled to the run's, until a run measures its own.
+Nothing is run. Costs are those of a measured model scaled to the run's, or those that a run has measured.
 """
 import argparse
 import json
@@ -14,7 +14,7 @@ from packgraph.packing.capacity import places
 from packgraph.packing.overlong import Overlong
 from packgraph.parallel.context import context_problems
 from packgraph.plan.buckets.cost import FLASH4, CostModel
-from packgraph.plan.context.cost import EXCHANGE_US, GATHER_US, GROUP_US, ContextCost
+from packgraph.plan.context.cost import COEFFICIENTS, EXCHANGE_US, GATHER_US, GROUP_US, ContextCost
 from packgraph.plan.context.kind import ContextChoice, row_problems
 from packgraph.plan.context.plan import ContextPlan, plan_context
 from packgraph.plan.context.request import PLACES, ContextRequest
@@ -26,6 +26,7 @@ from packgraph.train.context_rows import choices_of, common_multiple, notes_of, 
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
 from packgraph.train.options import TrainConfig
+from packgraph.train.run_folder import SUMMARY, read_json
 
 TOKENS_PER_RANK, MICROBATCHES = 2048, 8
 MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries
@@ -36,18 +37,21 @@ OPTIONS = """
   --sizes C,C,...       sizes of groups, divisors of N (default: the powers of two that divide N)
   --places N,N,...      places for documents that a row may have, each a variant of the graphs (default: {places})
   --microbatches N      of the step; documents that come later wait (default: {microbatches})
+  --costs RUN           of rows as this run has measured them (--parallel.time-rows), its folder or its summary.json;
+                        without it they are estimates
   --svg FILE            also draw to this file, with all documents"""
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """What was asked: `world` ranks and so on; svg: file to draw to."""
+    """What was asked: `world` ranks and so on; costs: a run that has measured them; svg: file to draw to."""
 
     world: int
     tokens: int = TOKENS_PER_RANK
     sizes: tuple[int, ...] = ()
     places: tuple[int, ...] = PLACES
     microbatches: int = MICROBATCHES
+    costs: Path | None = None
     svg: Path | None = None
 
 
@@ -64,6 +68,7 @@ def context_options(words: Sequence[str]) -> tuple[ContextOptions | None, list[s
         parser.add_argument(name, type=int)
     parser.add_argument("--sizes", type=_numbers)
     parser.add_argument("--places", type=_numbers)
+    parser.add_argument("--costs", type=Path)
     parser.add_argument("--svg", type=Path)
     try:
         asked, rest = parser.parse_known_args(words)
@@ -90,7 +95,7 @@ def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool)
     multiple = common_multiple(choices)
     fitting = _fitting(read.planned, request.longest // multiple * multiple, config.data.overlong)
     plan = plan_context([places(length, multiple) for length in fitting], request)
-    title = "\n".join([_title(config, plan), *notes_of(choices)])
+    title = "\n".join([_title(config, plan, asked), *notes_of(choices)])
     if asked.svg is not None:
         try:
             asked.svg.write_text(draw_context_svg(plan, title), encoding="utf-8")
@@ -116,7 +121,18 @@ def _request(config: TrainConfig, asked: ContextOptions) -> tuple[ContextRequest
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     cost = context_cost(config.model, parallel.tp, FLASH4 if flash else CostModel(), zigzag_sizes(choices))
-    return replace(request, cost=cost), choices
+    return replace(request, cost=cost if asked.costs is None else _measured(asked.costs, cost)), choices
+
+
+def _measured(run: Path, prior: ContextCost) -> ContextCost:
+    """What the summary of a run says that rows cost. Raises ConfigError where it says nothing."""
+    path = run / SUMMARY if run.is_dir() else run
+    found = read_json(path).get("context", {})
+    coefficients = {name: found.get("cost", {}).get(name) for name in COEFFICIENTS}
+    if not found.get("cost_is_measured") or None in coefficients.values():
+        raise ConfigError([f"--costs {run}: {path} holds no measured costs; name a run made with "
+                           "--parallel.dynamic-cp true --parallel.time-rows true, of more steps than its warm-up"])
+    return replace(prior, **coefficients)
 
 
 def context_cost(model: DecoderConfig, parts: int, measured: CostModel, zigzag: tuple[int, ...] = ()) -> ContextCost:
@@ -158,9 +174,10 @@ def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[i
     return found
 
 
-def _title(config: TrainConfig, plan: ContextPlan) -> str:
+def _title(config: TrainConfig, plan: ContextPlan, asked: ContextOptions) -> str:
     left = set(plan.left)
     placed = [length for index, length in enumerate(plan.lengths) if index not in left]
     source = config.data.path or config.data.source
     return (f"{source}: {len(placed):,} documents of {min(placed)} to {max(placed):,} tokens on {plan.request.world} "
-            f"ranks of {plan.request.tokens:,} tokens, {len(plan.waves)} microbatches; costs as for {config.preset}")
+            f"ranks of {plan.request.tokens:,} tokens, {len(plan.waves)} microbatches; costs "
+            + (f"estimated for {config.preset}" if asked.costs is None else f"as measured by {asked.costs}"))

@@ -44,6 +44,7 @@ from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.repeat import Repeats
+from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
 from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.sharing import Sharing
@@ -223,6 +224,7 @@ class Trainer:
 
     def _one_step(self, stop: StopRequest) -> bool:
         """Launch one optimizer step; False when the data ended."""
+        rows_timed = self._time_rows()
         batches = take_step(self.microbatches, self.config.run.tokens_per_step)
         if not batches:
             return False
@@ -241,9 +243,26 @@ class Trainer:
             step=self.step, learning_rate=learning_rate, microbatches=len(batches),
             tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
             replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
-            starting=captured or timed or self.step == self._resumed_at + 1)
+            starting=captured or timed or rows_timed or self.step == self._resumed_at + 1)
         self._steps_since += 1
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.blocked(loss), stop))
+        return True
+
+    def _time_rows(self) -> bool:
+        """With the first step after the capture done: measure what rows cost, and plan by that; whether it did.
+        Collective."""
+        steps, wish = self.microbatches, self.config.parallel.time_rows
+        if not isinstance(steps, PlannedSteps) or steps.is_measured \
+                or self.step - self._resumed_at != self.config.graph.warmup + 1 \
+                or not (self.device.type == "cuda" if wish == "auto" else wish):
+            return False
+        timed = time_row(self.executor, self.device, slowest_rank(self.mesh))
+        with put_back(self.model.chunks, self.executor, self.device):
+            found = measured_cost(steps.request, self.config.model.vocab_size, timed)
+        if found.cost is not None:
+            steps.plan_by(found.cost)
+        self._position, self._steps_since = steps.state_dict(), 0  # steps before this one had other plans
+        self.view.note(found.note)
         return True
 
     def _numbers(self, loss: Tensor, norm: Tensor, blocked: Tensor, stop: StopRequest | bool) -> Tensor:
