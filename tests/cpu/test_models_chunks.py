@@ -1,4 +1,5 @@
 """A decoder cut into pipeline stages computes what the whole decoder computes."""
+import dataclasses
 import itertools
 
 import pytest
@@ -7,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packgraph
-from packgraph.models.decoder import DecoderConfig, DecoderModel
+from packgraph.models.decoder import DecoderConfig, DecoderModel, stage_layers
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.sizes import expert_weights, layer_cost, token_weights
 from packgraph.plan.chunks import split_layers
+from packgraph.plan.work import BALANCE, Work
+from packgraph.train.presets import preset
 
 CONFIG = DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=5, num_heads=2, num_kv_heads=1,
                      head_dim=8, tie_embeddings=False)
@@ -18,9 +23,9 @@ CONFIG = DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_
 def test_layers_are_split_in_order_evenly_with_the_ends_shortest(layers, stages):
     if stages > layers:
         with pytest.raises(ValueError, match="every stage needs a layer"):
-            split_layers(layers, stages)
+            split_layers([1] * layers, stages)
         return
-    parts = split_layers(layers, stages)
+    parts = split_layers([1] * layers, stages)
     assert [index for part in parts for index in part] == list(range(layers))
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
@@ -28,16 +33,64 @@ def test_layers_are_split_in_order_evenly_with_the_ends_shortest(layers, stages)
         assert sizes[0] == sizes[-1] == min(sizes)
 
 
+def judged(costs, sizes, head_cost):
+    """What `split_layers` says of a cut into stages of these sizes: less is better."""
+    bounds = itertools.pairwise([0, *itertools.accumulate(sizes)])
+    found = [sum(costs[start:end]) for start, end in bounds]
+    found[-1] += head_cost
+    return max(found), sum(cost * cost for cost in found), sizes[-1], sizes[0], [-size for size in sizes]
+
+
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=10), st.integers(1, 5), st.integers(0, 20))
+def test_the_cut_is_the_best_of_all(costs, stages, head_cost):
+    """Against enumeration: slowest stage, sum of squares, then the ends shortest and earlier stages longer."""
+    if stages > len(costs):
+        return
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    every = [[end - start for start, end in itertools.pairwise((0, *cut, len(costs)))] for cut in cuts]
+    parts = split_layers(costs, stages, head_cost)
+    assert [index for part in parts for index in part] == list(range(len(costs)))
+    assert [len(part) for part in parts] == min(every, key=lambda sizes: judged(costs, sizes, head_cost))
+
+
 @given(st.integers(2, 12), st.integers(2, 5), st.floats(0, 12))
-def test_no_other_cut_has_a_cheaper_slowest_stage(layers, stages, head_cost):
+def test_layers_that_are_alike_are_cut_by_how_many_there_are(layers, stages, head_cost):
+    """For any one cost of a layer, and a head of any size beside it."""
     if stages > layers:
         return
-    cost = max(len(part) + head_cost * last for part, last in
-               zip(split_layers(layers, stages, head_cost), [*[False] * (stages - 1), True], strict=True))
+    parts = split_layers([1] * layers, stages, head_cost)
+    slowest = max(len(part) + head_cost * (part.stop == layers) for part in parts)
     cuts = itertools.combinations(range(1, layers), stages - 1)
-    best = min(max(end - start + head_cost * (end == layers) for start, end in itertools.pairwise((0, *cut, layers)))
-               for cut in cuts)
-    assert cost == best
+    assert slowest == min(max(end - start + head_cost * (end == layers)
+                              for start, end in itertools.pairwise((0, *cut, layers))) for cut in cuts)
+    assert parts == split_layers([1024] * layers, stages, 1024 * head_cost)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 4096, 1 << 20])
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-0.6b"])
+def test_dense_decoders_are_cut_alike_for_all_rows(name, tokens):
+    model = preset(name).model
+    weights = token_weights(model) // model.num_layers
+    for stages in (1, 2, 3, 4):
+        assert stage_layers(model, stages, tokens) == split_layers(
+            [weights] * model.num_layers, stages, model.hidden_size * model.vocab_size)
+
+
+def test_stages_of_a_hybrid_are_cut_by_what_its_layers_cost():
+    """The layers of Mamba-2 stand first: as many layers on either side would be twice the work on one."""
+    model = dataclasses.replace(preset("hybrid-1.6b").model, num_layers=16, pattern="M" * 8 + "*" * 8, vocab_size=64,
+                                experts=ExpertConfig())
+    first, second = stage_layers(model, 2)
+    assert len(first) < 6 and len(second) > 10
+    costs = [sum(layer_cost(model, index, 4096) for index in part) for part in (first, second)]
+    assert max(costs) < 1.25 * min(costs)
+
+
+def test_experts_cost_what_reading_them_does_where_tokens_are_few():
+    model = preset("hybrid-1.6b").model  # 4 of 32 experts for each token
+    cost = [layer_cost(model, 1, tokens) for tokens in (256, 512, 65_536)]
+    assert cost[0] == cost[1] and cost[2] == 65_536 * expert_weights(model)
+    assert Work(3, 5, 7).cost(1) == 5 * BALANCE + 7 and Work(3, 5, 7).cost(1000) == 10_000
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])

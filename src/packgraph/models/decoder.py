@@ -5,19 +5,21 @@ import torch
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
-from packgraph.models.sizes import token_weights
+from packgraph.models.sizes import head_cost, layer_cost
 from packgraph.models.stack import DecoderStack
 from packgraph.plan.chunks import split_layers
 from packgraph.plan.stages import Stage
 
-__all__ = ["DecoderConfig", "DecoderModel", "named_stages", "parts_without"]
+__all__ = ["DecoderConfig", "DecoderModel", "named_stages", "parts_without", "stage_layers"]
+
+TOKENS = 4096  # of a row, where nobody says it
 
 
 class DecoderModel(DecoderStack):
     """Decoder with stages `embed`, those of every layer (such as `attn` and `mlp`), `head`; see DecoderStack for calls.
 
     stage, stages: which part of the decoder this is when it is cut into that many pipeline stages; a part has the
-    names and the fresh values that its parameters have in the whole.
+    names and the fresh values that its parameters have in the whole. tokens: for which it is cut, see `stage_layers`.
     seed: of the fresh parameters; torch's own generators are not touched. device: torch's default one when
     None. dtype: of the parameters, default float32.
     """
@@ -31,19 +33,25 @@ class DecoderModel(DecoderStack):
         dtype: torch.dtype = torch.float32,
         stage: int = 0,
         stages: int = 1,
+        tokens: int = TOKENS,
     ) -> None:
         target = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
-            indices = split_layers(config.num_layers, stages, head_cost(config))[stage]
+            indices = stage_layers(config, stages, tokens)[stage]
             layers = {index: DecoderLayer(config, index) for index in indices}
             super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
         self.to(dtype).to_empty(device=target)
         self.reset_parameters(seed)
 
 
-def head_cost(config: DecoderConfig) -> float:
-    """Work of the head in layers: the ratio of the weights that a token uses. All layers count alike."""
-    return config.hidden_size * config.vocab_size / (token_weights(config) / config.num_layers)
+def stage_layers(config: DecoderConfig, stages: int, tokens: int = TOKENS) -> tuple[range, ...]:
+    """The layers of each of so many pipeline stages, cut by what layers and head are estimated to cost.
+
+    tokens: that meet one copy of a layer's weights in a microbatch: those of a rank's row, times the ranks that share
+    experts. With few of them experts cost what reading them does; layers that are all alike are cut the same anyway.
+    """
+    costs = [layer_cost(config, index, tokens) for index in range(config.num_layers)]
+    return split_layers(costs, stages, head_cost(config, tokens))
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:
@@ -53,11 +61,11 @@ def named_stages(config: DecoderConfig) -> Sequence[Stage]:
         return DecoderStack(config, {index: DecoderLayer(config, index) for index in indices}).stages()
 
 
-def parts_without(config: DecoderConfig, parts: int, names: Collection[str]) -> list[int]:
-    """Which of `parts` pipeline stages of a decoder have no stage of these names; without weights, as above."""
+def parts_without(config: DecoderConfig, parts: int, names: Collection[str], tokens: int = TOKENS) -> list[int]:
+    """Which of `parts` pipeline stages of a decoder, cut for `tokens`, have no stage of these names; as above."""
     found = []
     with torch.device("meta"):
-        for number, indices in enumerate(split_layers(config.num_layers, parts, head_cost(config))):
+        for number, indices in enumerate(stage_layers(config, parts, tokens)):
             layers = {index: DecoderLayer(config, index) for index in _one_of_each_kind(config, indices)}
             stack = DecoderStack(config, layers, first=number == 0, last=number == parts - 1)
             if not any(stage.name in names for stage in stack.stages()):

@@ -1,5 +1,8 @@
 """Sizes of a decoder's parts by its config, for all who count with them; every kind of layer is known here alone."""
+from types import MappingProxyType
+
 from packgraph.models.config import DecoderConfig
+from packgraph.plan.work import SCAN_WEIGHTS, Work
 
 
 def head_sizes(config: DecoderConfig) -> tuple[int, int]:
@@ -37,9 +40,18 @@ def feed_forward_weights(config: DecoderConfig) -> int:
 
 def expert_weights(config: DecoderConfig) -> int:
     """Elements of the matrices that a token passes in one layer's experts: the router's and those of its own."""
-    experts = config.experts
-    blocks = experts.per_token + experts.shared
-    return config.hidden_size * (experts.count + _feed_forward_matrices(config) * blocks * experts.intermediate_size)
+    return _expert_weights(config, config.experts.per_token)
+
+
+def layer_cost(config: DecoderConfig, index: int, tokens: int) -> int:
+    """Cost of layer `index` as plan/work.py has it. tokens: that meet one copy of its weights in a microbatch."""
+    return sum(_branch_work(config, branch).cost(tokens) for branch in config.branches(index))
+
+
+def head_cost(config: DecoderConfig, tokens: int) -> int:
+    """The same of the head."""
+    weights = config.hidden_size * config.vocab_size
+    return Work(weights, weights).cost(tokens)
 
 
 def expert_columns(config: DecoderConfig) -> int:
@@ -49,10 +61,27 @@ def expert_columns(config: DecoderConfig) -> int:
 
 def token_weights(config: DecoderConfig) -> int:
     """Elements of the matrices that a token passes in all layers."""
-    weights = {"mamba": mamba_weights, "attn": attention_weights, "mlp": feed_forward_weights, "moe": expert_weights}
-    return sum(config.count(branch) * of_one(config) for branch, of_one in weights.items())
+    return sum(config.count(branch) * of_one(config) for branch, of_one in _WEIGHTS.items())
 
 
 def _feed_forward_matrices(config: DecoderConfig) -> int:
     """Matrices of a feed-forward block or an expert: without a gate there is one less."""
     return 2 if config.activation == "relu2" else 3
+
+
+def _expert_weights(config: DecoderConfig, experts: int) -> int:
+    """Elements of the router's matrix, and of those of so many experts and the shared ones."""
+    blocks = experts + config.experts.shared
+    matrices = _feed_forward_matrices(config) * config.experts.intermediate_size
+    return config.hidden_size * (config.experts.count + matrices * blocks)
+
+
+def _branch_work(config: DecoderConfig, branch: str) -> Work:
+    weights = _WEIGHTS[branch](config)
+    if branch == "moe":
+        return Work(weights, _expert_weights(config, config.experts.count))
+    return Work(weights, weights, SCAN_WEIGHTS * config.mamba.inner * config.mamba.state if branch == "mamba" else 0)
+
+
+_WEIGHTS = MappingProxyType({
+    "mamba": mamba_weights, "attn": attention_weights, "mlp": feed_forward_weights, "moe": expert_weights})

@@ -27,6 +27,7 @@ from packgraph.train.options import TrainConfig
 from packgraph.train.overflow import Overflow
 from packgraph.train.sharing import Sharing
 from packgraph.train.stage_executor import StageExecutor
+from packgraph.train.stage_tokens import stage_tokens
 from packgraph.train.step_executor import StepExecutor
 from packgraph.train.weights import load_weights
 
@@ -87,8 +88,8 @@ def _make_executor(model: ModelChunks, config: TrainConfig, device: torch.device
 
 def _build(config: TrainConfig, device: torch.device, stages: Sequence[int], of: int) -> list[DecoderModel]:
     """Drawn or loaded on the CPU, so that weights do not depend on the device."""
-    models = [DecoderModel(config.model, seed=config.run.seed, device="cpu", stage=stage, stages=of)
-              for stage in stages]
+    models = [DecoderModel(config.model, seed=config.run.seed, device="cpu", stage=stage, stages=of,
+                           tokens=stage_tokens(config)) for stage in stages]
     if config.run.init_from is not None and not config.run.resume:
         load_weights(models, config.run.init_from)
     dtype = getattr(torch, config.run.dtype)

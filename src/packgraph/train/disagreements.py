@@ -8,6 +8,7 @@ from packgraph.train.context_rows import places_multiple
 from packgraph.train.dynamic_context import context_problems_of_run
 from packgraph.train.offloading import offload_problems
 from packgraph.train.options import TrainConfig
+from packgraph.train.stage_tokens import stage_tokens
 
 
 def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None = None, world: int = 1) -> list[str]:
@@ -72,7 +73,7 @@ def _pipeline_problems(config: TrainConfig) -> list[str]:
         "attn or mlp": config.graph.enabled and config.graph.scope == ("head",),
     }
     if config.graph.enabled and config.graph.scope is not None and model.num_layers >= stages * chunks:
-        lone = parts_without(model, stages * chunks, expand_scope(config.graph.scope))
+        lone = parts_without(model, stages * chunks, expand_scope(config.graph.scope), stage_tokens(config))
         problems[f"graph.scope leaves nothing to capture on parts {lone} of {cut}: add attn"] = bool(lone)
     return [text for text, wrong in problems.items() if wrong]
 

@@ -14,6 +14,7 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.plan.stash import pages_for
 from packgraph.train.options import TrainConfig
+from packgraph.train.stage_tokens import longest_row
 
 
 def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device) -> Stash | None:
@@ -27,11 +28,8 @@ def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torc
     columns[dtype, width] = columns.get((dtype, width), 0) + 1
     records = sum(len(moe_blocks([chunk])) * slots
                   for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True))
-    auto = config.graph.capacities == "auto"
-    row = config.buckets.max_tokens if auto else max(c.tokens for c in config.graph.packing_capacities())
-    tokens = -(-row // config.parallel.cp)  # a row is spread over the ranks of a context
-    stash.allocate(pages_for(tokens, experts.per_token, records, 1, config.parallel.expert_stash, stash.page_rows),
-                   columns=columns)
+    stash.allocate(pages_for(longest_row(config), experts.per_token, records, 1, config.parallel.expert_stash,
+                             stash.page_rows), columns=columns)
     share(stash, model)
     return stash
 
