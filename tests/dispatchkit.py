@@ -1,10 +1,13 @@
 """A layer with experts whose routing is given, for tests of dispatchers: experts row by row, no grouped products."""
+from dataclasses import dataclass, field, replace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from packgraph.moe.dispatch import Routing
+from packgraph.moe.symmetric_buffers import rows_for
 
 H, WIDTH = 6, 5
 
@@ -69,33 +72,30 @@ def run_layer(layer, x, experts, weights):
             **{name: value.grad.clone() for name, value in layer.experts.named_parameters()}}
 
 
+@dataclass(frozen=True, eq=False)
 class EmulatedBuffers:
-    """What symmetric buffers do, by an all-to-all of everything: without a host sync, and with NaN where nothing is."""
+    """What symmetric buffers are where ranks have no common memory: only what they say of themselves. The operations
+    gather everything from everybody then."""
 
-    def __init__(self, group, rows, width=H, dtype=torch.float64, chunks=4, guard=3):
-        self.group, self.ranks = group, 1 if group is None else dist.get_world_size(group)
-        self.chunks, self.guard = chunks, guard
-        self.send, self.receive = (torch.full((rows + guard, width), float("nan"), dtype=dtype) for _ in range(2))
+    members: dist.ProcessGroup | None
+    pairs: int
+    factor: float
+    width: int = H
+    dtype: torch.dtype = torch.float64
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    peers: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
-    def swap(self, splits):
-        sizes, starts = (part.view(self.chunks, self.ranks).t().contiguous() for part in splits)  # [ranks, chunks]
-        ends = sizes.cumsum(1)
-        number = torch.arange(self.send.shape[0]).expand(self.ranks, -1).contiguous()
-        chunk = torch.searchsorted(ends, number, right=True).clamp(max=self.chunks - 1)
-        row = (starts - ends + sizes).gather(1, chunk) + number
-        payload, got, lengths = self.send[row.clamp(0, self.send.shape[0] - 1)], None, ends[:, -1].contiguous()
-        got, came = torch.empty_like(payload), torch.empty_like(lengths)
-        if self.group is None:
-            got, came = payload, lengths
-        else:
-            dist.all_to_all_single(got, payload, group=self.group)
-            dist.all_to_all_single(came, lengths, group=self.group)
-        last = came.cumsum(0)
-        place = number[0]
-        rank = torch.searchsorted(last, place, right=True).clamp(max=self.ranks - 1)
-        found = got[rank, (place - (last - came)[rank]).clamp(min=0)]
-        self.receive.copy_(torch.where((place < last[-1])[:, None], found, float("nan")))
+    @property
+    def rows(self):
+        return rows_for(self.pairs, self.factor, 1 if self.members is None else dist.get_world_size(self.members))
 
-    def begin(self):
-        for buffer in (self.send, self.receive):
-            buffer.fill_(float("nan"))
+    @property
+    def group(self):
+        return "" if self.members is None else self.members.group_name
+
+    @property
+    def rank(self):
+        return 0 if self.members is None else dist.get_rank(self.members)
+
+    def grown(self, factor):
+        return replace(self, factor=factor)

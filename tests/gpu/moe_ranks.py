@@ -1,10 +1,12 @@
-"""Run by torchrun: dispatchers over NCCL and NVSHMEM against each other, eagerly and through CUDA graphs.
+"""Run by torchrun: dispatchers over NCCL and over symmetric memory against each other, eagerly and by CUDA graphs.
 
     PYTHONPATH=src:tests torchrun --nproc-per-node 4 tests/gpu/moe_ranks.py
 
 Every rank sends the same rows by an all-to-all of exact splits, padded, and over symmetric memory: outputs and
 gradients must be equal bit for bit, at every one of several routings, eagerly and by replay of one graph. Prints one
-JSON line per rank with microseconds of a forward pass (replayed where that is possible) and of NCCL's all-to-all.
+JSON line per rank with what was wrong, and one per dispatcher with the microseconds, of the slowest rank, of its parts.
+Each part is a graph of its own that is replayed again and again, for experts that are drawn alike (`--timed-factor`
+times a balanced load of room); next to them two equal all-to-alls of NCCL of as many rows, replayed as well.
 """
 import argparse
 import json
@@ -73,26 +75,39 @@ def captured(function, inputs):
 
 
 def microseconds(run, times=50):
+    """Of one call, on the slowest rank: an upper bound that all ranks agree on."""
     for _ in range(5):
         run()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     dist.barrier()
+    torch.cuda.synchronize()
     events[0].record()
     for _ in range(times):
         run()
     events[1].record()
     torch.cuda.synchronize()
-    return round(1000 * events[0].elapsed_time(events[1]) / times, 1)
+    slowest = torch.tensor([1000 * events[0].elapsed_time(events[1]) / times], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return round(float(slowest), 1)
+
+
+def replayed(run, times=50):
+    """Microseconds of a replay of `run`, which takes nothing and returns tensors."""
+    graph, _ = captured(run, [])
+    return microseconds(graph.replay, times)
+
+
+def make(name, group, ranks, factor, pairs, device):
+    buffers = SymmetricBuffers(group, pairs, factor, HIDDEN, torch.bfloat16, device) if name == "symmetric" else None
+    return make_dispatcher(name, EXPERTS, group, factor, buffers)
 
 
 def check(mesh, device, options):
+    """What differs, by name."""
     group, ranks, pairs = mesh.group("ep"), mesh.size("ep"), options.tokens * options.places
-    factor = min(3.0, float(ranks))
-    dispatchers = {"host_splits": make_dispatcher("host_splits", EXPERTS, group, factor),
-                   "padded": make_dispatcher("padded", EXPERTS, group, float(ranks))}
-    if options.symmetric:
-        buffers = SymmetricBuffers(group, int(pairs * factor) + 8, HIDDEN, torch.bfloat16, device)
-        dispatchers["symmetric"] = make_dispatcher("symmetric", EXPERTS, group, factor, buffers)
+    names = {"host_splits": 1.0, "padded": float(ranks)} | ({"symmetric": min(3.0, float(ranks))} if options.symmetric
+                                                            else {})
+    dispatchers = {name: make(name, group, ranks, factor, pairs, device) for name, factor in names.items()}
     first = draw(mesh.rank, options.tokens, options.places, device)
     graphs = {name: captured(lambda *given, d=dispatcher: there_and_back(d, *given), first)
               for name, dispatcher in dispatchers.items() if not dispatcher.why_not}
@@ -102,30 +117,52 @@ def check(mesh, device, options):
                      busy=EXPERTS if step % 4 else EXPERTS // 2)
         expected = there_and_back(dispatchers["host_splits"], *given)
         for name, (_, replay) in graphs.items():
-            eager, replayed = there_and_back(dispatchers[name], *given), replay(*given)
+            eager, again = there_and_back(dispatchers[name], *given), replay(*given)
             overflows.append(int(eager[3]))
-            for what, a, b, c in zip(("out", "x", "weights", "overflow"), expected, eager, replayed, strict=True):
+            for what, a, b, c in zip(("out", "x", "weights", "overflow"), expected, eager, again, strict=True):
                 # The sum over a row's columns, of which the weights' gradient is made, may depend on the rows.
                 same = torch.allclose(a, b, rtol=1e-2, atol=1e-2) if what == "weights" else torch.equal(a, b)
                 wrong += [f"step {step}: {name} {what}"] * (not overflows[-1] and not same)
                 wrong += [f"step {step}: {name} {what} in a replay"] * (not torch.equal(b, c))
-    x, experts, weights, _ = first
-    times = {}
-    for name, dispatcher in dispatchers.items():
-        with torch.no_grad():
-            run = lambda d=dispatcher: there(d, x, experts, weights)  # noqa: E731
-            times[name] = microseconds(run)
-            if not dispatcher.why_not:
-                graph, _ = captured(run, [])
-                times[f"{name}, replayed"] = microseconds(graph.replay)
-    block = torch.empty(pairs // ranks * ranks, HIDDEN, dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(block)
-    times["two equal all-to-alls of NCCL"] = 2 * microseconds(lambda: dist.all_to_all_single(out, block, group=group))
     print(json.dumps({"rank": mesh.rank, "ranks": ranks, "tokens": options.tokens, "places": options.places,
-                      "hidden": HIDDEN, "wrong": wrong[:8], "overflows": sum(map(bool, overflows)),
-                      "microseconds": times}), flush=True)
+                      "hidden": HIDDEN, "wrong": wrong[:8], "overflows": sum(map(bool, overflows))}), flush=True)
     del graphs
-    assert not wrong, "dispatchers or replays differ"
+    return wrong
+
+
+@torch.no_grad()
+def measure(mesh, device, options):
+    """Microseconds of the parts of a forward, and of NCCL's all-to-alls of as many rows."""
+    group, ranks, pairs = mesh.group("ep"), mesh.size("ep"), options.tokens * options.places
+    generator = torch.Generator(device).manual_seed(mesh.rank)
+    experts = torch.rand(options.tokens, EXPERTS, generator=generator, device=device).topk(options.places).indices.int()
+    x = torch.randn(options.tokens, HIDDEN, generator=generator, device=device, dtype=torch.bfloat16)
+    routing = Routing(experts, torch.rand(options.tokens, options.places, generator=generator, device=device))
+    block = torch.randn(pairs // ranks * ranks, HIDDEN, generator=generator, device=device, dtype=torch.bfloat16)
+    got = torch.empty_like(block)
+
+    def equal_parts():
+        dist.all_to_all_single(got, block, group=group)
+        dist.all_to_all_single(got, block, group=group)
+        return [got]
+
+    nccl = replayed(equal_parts)
+    for name in ("padded", "symmetric") if options.symmetric else ("padded",):
+        dispatcher = make(name, group, ranks, options.timed_factor, pairs, device)
+        plan = dispatcher.preprocess(routing)
+        rows = dispatcher.dispatch(x, routing, plan)
+        lacking = dispatcher.overflow(plan).clone()
+        dist.all_reduce(lacking, dist.ReduceOp.MAX)
+        times = {"plan": replayed(lambda d=dispatcher: d.preprocess(routing)),
+                 "dispatch": replayed(lambda d=dispatcher, p=plan: d.dispatch(x, routing, p)),
+                 "combine": replayed(lambda d=dispatcher, p=plan, r=rows: [d.combine(r.values, p)])}
+        moves = times["dispatch"] + times["combine"]
+        if mesh.rank == 0:
+            print(json.dumps({"dispatcher": name, "ranks": ranks, "tokens": options.tokens, "places": options.places,
+                              "hidden": HIDDEN, "factor": options.timed_factor, "rows_lacking": int(lacking),
+                              "microseconds": times, "dispatch_and_combine": round(moves, 1),
+                              "two_equal_all_to_alls_of_nccl": nccl, "share_of_nccl": round(nccl / moves, 3)}),
+                  flush=True)
 
 
 def main():
@@ -133,12 +170,15 @@ def main():
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--places", type=int, default=6)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--timed-factor", type=float, default=1.25)
     parser.add_argument("--no-symmetric", dest="symmetric", action="store_false")
     options = parser.parse_args()
     launch = Launch.read()
     device = torch.device("cuda", launch.local_rank)
     with processes(Layout(ep=launch.world), device, launch) as mesh:
-        check(mesh, device, options)
+        wrong = check(mesh, device, options)
+        measure(mesh, device, options)
+        assert not wrong, "dispatchers or replays differ"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Dispatchers over NCCL and NVSHMEM; each test starts ranks by torchrun and needs that many GPUs."""
+"""Dispatchers over NCCL and symmetric memory; each test starts ranks by torchrun and needs that many GPUs."""
 import os
 import subprocess
 import sys

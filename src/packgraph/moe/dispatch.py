@@ -5,7 +5,7 @@
     local         all experts are here; nothing is sent, nothing can overflow                 static, no sync
     host_splits   an all-to-all of exactly what is routed, whose sizes the host reads         syncs in preprocess
     padded        an all-to-all of a fixed number of rows per pair of ranks                   static, no sync
-    symmetric     sizes stay on the device (symmetric memory, NVSHMEM)                        static, no sync
+    symmetric     ranks read what is routed from each other's memory                          static, no sync
 
 A plan is a pytree of tensors and constants that travels in the state from stage to stage. Between dispatch and combine
 a rank holds `Rows`.

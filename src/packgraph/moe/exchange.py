@@ -4,8 +4,7 @@
     rank 1   [to 0 | to 1]  ->  [from 0 | from 1]        forward of combine, backward of dispatch
 
 All tensors of an exchange go in one autograd node and in the order in which they are given, so that ranks cannot
-disagree about the order of their collectives in the backward. Only data moves; nothing is added up. `gather_all` is for
-what is small and all ranks need.
+disagree about the order of their collectives in the backward. Only data moves; nothing is added up.
 """
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 
 Splits = Sequence[int] | None
 
@@ -31,34 +28,6 @@ def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, send: S
         return tuple(tensors)
     made: tuple[Tensor, ...] = _Exchange.apply(group, send, receive, *tensors)
     return made
-
-
-def gather_all(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The tensors of all ranks, [ranks, ...] in rank order. Collective over `group`; None = this process alone.
-
-    Differentiable: each rank gets the sum of what all ranks have for its tensor.
-    """
-    if group is None:
-        return tensor[None]
-    made: Tensor = _GatherAll.apply(tensor, group)
-    return made
-
-
-class _GatherAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        ranks = dist.get_world_size(group)
-        out = tensor.new_empty(ranks * tensor.numel())  # flat, which is what gloo takes
-        all_gather_flat(out, tensor.flatten(), group=group)
-        return out.view(ranks, *tensor.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = grad.new_empty(grad[0].numel())
-        reduce_scatter_flat(out, grad.flatten(), group=ctx.group)
-        return out.view(grad.shape[1:]), None
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,60 +1,84 @@
-"""Memory that ranks read from each other, and the exchange over it whose sizes stay on the device.
+"""Memory of every rank that the others read: where it is, how large, and how the ranks meet.
 
-    send     |guard| to rank 0 | to rank 1 | ...      each rank reads from all others' `send` what is for it, at the
-    receive  |guard| from rank 0 | from rank 1 | ...  places that they have told it, into `receive`, without gaps
+    memory of a rank   | rows [room, width] | weights float32 [room] |     published by its owner, read by all
 
-`torch.ops.symm_mem.all_to_all_vdev_2d_offset` (NVSHMEM, one host) does the work: a barrier with the exchange of sizes,
-then one block per chunk that reads from a peer. What holds around it, from its source (torch 2.11):
-
-* It ends when this rank has read, not when it has been read from, and it begins with writing sizes to the peers. So
-  an exchange begins with a barrier: then all ranks are done with the one before, and with whatever they did to their
-  buffers since (a capture that is undone restores them).
-* Its first block, when done with the first chunk, writes over the offsets that the other blocks read at their start.
-  So there are never more chunks than blocks, and the first chunk is a guard: rows that mean nothing, from rank 0,
-  which keep that block busy for long after the others have read.
-* Memory is allocated and made known to the peers outside of captures; the first call builds what it needs.
+torch's symmetric memory (its CUDA backend: memory of one host's GPUs, mapped into every process) gives addresses and a
+barrier on the device. The barrier (torch 2.11, CUDASymmetricMemory) sets a flag in every peer's memory, waits for those
+of all peers and clears them again, so it can be replayed; without a time limit it waits as long as a peer takes.
+Memory is allocated and made known to the peers outside of captures; what it holds between two exchanges means nothing.
 """
+import math
+import os
+import socket
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BLOCKS = 64  # of the operation's second kernel, up to MOST_RANKS ranks: one per chunk
+from packgraph.ops.loss import HAS_TRITON
+
 MOST_RANKS = 8
-MOST_CHUNKS = 32  # per rank
-GUARD_BYTES = 128 * 1024  # more than ten microseconds for one block
+MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Buffers(Protocol):
-    """An exchange of rows between the ranks of a group. send, receive: [rows, width].
+    """Room for one exchange at a time, shared by all layers whose rows have this width and dtype.
 
-    guard: rows at the start of both that mean nothing. chunks: parts of what goes to one rank, the guard included.
+    memory: uint8, this rank's. peers: int64 [ranks], where it is on each rank, as this device sees it. rows: that it
+    has room for. group: name of the process group, "" = this process alone; rank: of this process in it.
     """
 
-    send: Tensor
-    receive: Tensor
-    guard: int
-    chunks: int
+    @property
+    def memory(self) -> Tensor: ...
 
-    def begin(self) -> None:
-        """Wait (on the device) for all ranks: nothing may be written to `send` before, and `receive` is lost."""
+    @property
+    def peers(self) -> Tensor: ...
 
-    def swap(self, splits: Tensor) -> None:
-        """Send; afterwards what came is in `receive`, by rank, without gaps. splits: as `chunked` makes them."""
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def group(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def grown(self, factor: float) -> "Buffers":
+        """Others, with room for `factor` times a balanced load. Collective."""
 
 
-def chunked(counts: Tensor, starts: Tensor, chunks: int, guard: int) -> Tensor:
-    """How an exchange is cut: int64 [2, chunks * ranks], numbers and first rows of chunks, chunk by chunk.
+def rows_for(pairs: int, factor: float, ranks: int) -> int:
+    """R, the rows of a rank's experts where every rank routes T * k = `pairs` pairs: `factor` times the balanced load,
+    and no more than can come."""
+    return -(-min(math.ceil(pairs * factor), pairs * ranks) // MULTIPLE) * MULTIPLE
 
-    counts, starts: int64 [ranks], rows for each rank and where they begin in `send`. The first chunk for every rank is
-    `guard` rows from the start of the buffer (0 on all ranks but the first), the others are equal parts.
+
+def weights_start(rows: int, width: int, dtype: torch.dtype) -> int:
+    """The byte at which the weights begin."""
+    return -(-rows * width * dtype.itemsize // 16) * 16
+
+
+def bytes_for(rows: int, width: int, dtype: torch.dtype) -> int:
+    """Of the memory of one rank: its tokens have no more weights than there are rows."""
+    return weights_start(rows, width, dtype) + 4 * rows
+
+
+def meet(memory: Tensor, group: str) -> None:
+    """Wait on the device until all ranks are here, with everything that they launched before. Can be captured.
+
+    memory: of these ranks, known to all since it was allocated, so that nothing is asked of the host.
     """
-    step = -(-counts // (chunks - 1))
-    offset = (torch.arange(chunks - 1, device=counts.device)[:, None] * step).minimum(counts)
-    size = (counts - offset).minimum(step)
-    first = torch.zeros_like(counts)
-    return torch.stack((torch.cat((first + guard, size.flatten())), torch.cat((first, (starts + offset).flatten()))))
+    from torch.distributed import _symmetric_memory as symmetric
+    symmetric.rendezvous(memory, group).barrier()  # type: ignore[arg-type]
 
 
 def symmetric_problem(device: torch.device, ranks: int) -> str | None:
@@ -62,54 +86,78 @@ def symmetric_problem(device: torch.device, ranks: int) -> str | None:
     if device.type != "cuda":
         return f"symmetric memory is memory of GPUs, not of {device.type}"
     if not 2 <= ranks <= MOST_RANKS:
-        return f"the exchange over symmetric memory is for 2 to {MOST_RANKS} ranks of one host, not {ranks}"
-    from torch.distributed import _symmetric_memory
-    if not hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d_offset"):
-        return f"torch {torch.__version__} has no symm_mem.all_to_all_vdev_2d_offset"
-    if not _symmetric_memory.is_nvshmem_available():
-        return "NVSHMEM is not there (the package nvidia-nvshmem of torch's CUDA version)"
+        return f"symmetric memory is for 2 to {MOST_RANKS} ranks of one host, not {ranks}"
+    if not HAS_TRITON:
+        return "the kernels that read it need Triton, which is not installed"
     return None
 
 
+@dataclass(frozen=True, eq=False)
 class SymmetricBuffers:
-    """`Buffers` on GPUs, shared by all layers that exchange rows of one width and dtype between the same ranks.
+    """`Buffers` on GPUs of one host. There is one exchange at a time: all use one stream, in one order on every rank.
 
-    There is one exchange at a time: all use one stream, in the same order on every rank.
+    members: the ranks. pairs: T * k of the largest bucket. factor: room over a balanced load of it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rows: int, width: int, dtype: torch.dtype, device: torch.device
-                 ) -> None:
-        """rows: the most that one exchange sends or receives. Collective over all processes, of other groups too, since
-        memory lies at the same place on all. Raises RuntimeError where it cannot be had, or within a capture."""
-        ranks = dist.get_world_size(group)
-        if problem := symmetric_problem(device, ranks):
-            raise RuntimeError(f"{problem}; choose the padded dispatcher")
+    members: dist.ProcessGroup
+    pairs: int
+    factor: float
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    memory: Tensor = field(init=False)
+    peers: Tensor = field(init=False)
+    rows: int = field(init=False)
+    group: str = field(init=False)
+    rank: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collective over the ranks. Raises RuntimeError where it cannot be had, or within a capture."""
+        ranks = dist.get_world_size(self.members)
+        problem = symmetric_problem(self.device, ranks)
+        if problem is None and self.dtype not in DTYPES:
+            problem = f"rows travel in bfloat16, float16 or float32, not {self.dtype}"
+        if problem is None:
+            problem = _hosts_problem(self.members)
+        if problem is not None:
+            raise RuntimeError(f"{problem}; choose parallel.dispatcher = padded")
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("symmetric memory cannot be allocated while a graph is captured: make it before")
-        from torch.distributed import _symmetric_memory as symmetric
-        if symmetric.get_backend(device) != "NVSHMEM":
-            symmetric.set_backend("NVSHMEM")
-        self._group = group
-        self.chunks = min(BLOCKS // ranks, MOST_CHUNKS)
-        self.guard = -(-GUARD_BYTES // (width * dtype.itemsize))
-        self.send, self.receive = (symmetric.empty(rows + self.guard, width, dtype=dtype, device=device)
-                                   for _ in range(2))
-        self._given, self._got = (symmetric.empty(2, self.chunks * ranks, dtype=torch.int64, device=device)
-                                  for _ in range(2))
-        self._handles = [symmetric.rendezvous(tensor, group)
-                         for tensor in (self.send, self.receive, self._given, self._got)]
-        self._token = torch.zeros(1, dtype=torch.int32, device=device)
-        for tensor in (self.send, self.receive, self._given, self._got):
-            tensor.zero_()
-        self.begin()
-        self.swap(torch.zeros_like(self._given))  # builds what the first call builds
+        rows, group = rows_for(self.pairs, self.factor, ranks), str(self.members.group_name)
+        memory, peers = _allocate(bytes_for(rows, self.width, self.dtype), group, self.device)
+        for name, value in (("memory", memory), ("peers", peers), ("rows", rows), ("group", group),
+                            ("rank", dist.get_rank(self.members))):
+            object.__setattr__(self, name, value)
 
-    def begin(self) -> None:
-        """See `Buffers`: a sum of zeros, which no rank has before all have come."""
-        dist.all_reduce(self._token, group=self._group)
+    def grown(self, factor: float) -> "SymmetricBuffers":
+        """See `Buffers`. Graphs that use the old ones must be captured anew."""
+        return SymmetricBuffers(self.members, self.pairs, factor, self.width, self.dtype, self.device)
 
-    def swap(self, splits: Tensor) -> None:
-        """See `Buffers`. splits: int64 [2, chunks * ranks]."""
-        self._given.copy_(splits)
-        torch.ops.symm_mem.all_to_all_vdev_2d_offset(self.send, self.receive, self._given, self._got,
-                                                     self._group.group_name)
+
+def _hosts_problem(members: dist.ProcessGroup) -> str | None:
+    names: list[str] = [""] * dist.get_world_size(members)
+    dist.all_gather_object(names, socket.gethostname(), group=members)
+    if len(set(names)) == 1:
+        return None
+    return f"symmetric memory is for ranks of one host, but these are on {', '.join(sorted(set(names)))}"
+
+
+def _allocate(size: int, group: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """This rank's memory and where it is on all ranks: uint8 [size] and int64 [ranks]."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed import _symmetric_memory as symmetric
+    # As for NCCL (parallel/processes.py): multicast memory is not freed when graphs that used it are.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    if symmetric.get_backend(device) != "CUDA":
+        symmetric.set_backend("CUDA")
+    # Not from a pool: there a tensor may begin at another offset on every rank.
+    memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    handle = symmetric.rendezvous(memory, group)  # type: ignore[arg-type]
+    if handle.buffer_ptrs[handle.rank] != memory.data_ptr():
+        raise RuntimeError(f"torch {torch.__version__} says that its symmetric memory begins elsewhere than the tensor "
+                           "in it; choose parallel.dispatcher = padded")
+    memory.zero_()
+    peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    torch.cuda.synchronize(device)
+    handle.barrier()  # builds what the first one builds
+    return memory, peers
