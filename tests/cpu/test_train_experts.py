@@ -6,15 +6,18 @@ import pytest
 import torch
 from trainkit import CPU, tiny, trainer
 
+from packgraph.graphs.graphed import graph
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash import Stash
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.plan.stash import pages_for
 from packgraph.train.build import build_chunks
 from packgraph.train.disagreements import disagreements
 from packgraph.train.expert_stash import make_stash
+from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -60,6 +63,16 @@ def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
         assert totals["replayed"] > 0 and again == 0
 
 
+@pytest.fixture
+def traced(monkeypatch):
+    """torch's tracing compiler instead of the one that generates code."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("packgraph.train.executor.graph", lambda *args, compile, **options: graph(
+        *args, compile="aot_eager" if compile else False, **options))
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("granularity", ["layer", "chunk", "step"])
 def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
     expected, *_ = go(tmp_path / "plain", config(granularity=granularity))
@@ -68,9 +81,24 @@ def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
     assert again >= 1
 
 
-def test_a_stash_in_compiled_code_is_refused():
-    assert any("expert_stash with graph.compile" in problem
-               for problem in disagreements(config(stash=1.1, compile=True), "cpu"))
+def test_too_few_pages_of_compiled_code_are_a_step_made_again(tmp_path, traced):
+    def settings(stash):
+        made = config(steps=3, stash=stash, compile=True, capacities=(Capacity(64, 8),), warmup=1)
+        model = dataclasses.replace(made.model, num_layers=1, experts=dataclasses.replace(EXPERTS, first_dense=0),
+                                    latent=LatentConfig())
+        return dataclasses.replace(made, model=model)
+
+    expected, *_ = go(tmp_path / "plain", settings(0.0))
+    found, totals, again = go(tmp_path / "few", settings(1.0), pages=1)
+    equal(expected, found)
+    assert again >= 1 and totals["replayed"] > 0
+
+
+def test_a_stash_in_compiled_code_that_is_offloaded_is_refused():
+    settings = config(stash=1.1, compile=True)
+    assert not disagreements(settings, "cpu")
+    settings = dataclasses.replace(settings, offload=OffloadConfig(modules=("attn_norm",)))
+    assert any("with graph.compile and parallel.expert_stash" in text for text in disagreements(settings, "cpu"))
     with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
         ParallelConfig(expert_stash=0.5)
 

@@ -129,11 +129,10 @@ class Stash:
         applied. offsets: int [E], offsets[-1] rows are live. Raises
         RuntimeError where the pool has no column for a source.
         """
-        places = self._places(sources)
-        if self.identity or self.measures:
+        memory = self.memory([(source.dtype, source.shape[1]) for source in sources])
+        if memory is None:
             return tuple(sources)
-        buffers, hosts = [self.buffers[c][k] for c, k in places], self.host_memory(places)
-        pages = self.pages
+        (buffers, hosts), pages = memory, self.pages
         record = keep(pages.state, buffers, hosts, list(sources), offsets, self.page_rows, pages.pages,
                       pages.host_pages)
         return record, pages.state, *buffers, *hosts
@@ -175,20 +174,25 @@ class Stash:
         """A record for the first offsets[-1] of `rows` rows."""
         return reserve(self.pages.state, offsets, rows, self.page_rows, self.pages.pages, self.pages.host_pages)
 
-    def _places(self, sources: Sequence[Tensor]) -> list[tuple[Column, int]]:
-        """Which column each source goes to; while measuring, the columns are noted."""
+    def memory(self, columns: Sequence[Column]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """The pages for a layer's tensors of these columns, in order: on the device, and on the host if there are any.
+
+        None where nothing is stashed: while the stash measures, which notes the columns, and with identity. Raises
+        RuntimeError where the pool has no column for one.
+        """
+        if self.identity:
+            return None
         used: Counter[Column] = Counter()
         places = []
-        for source in sources:
-            column = (source.dtype, source.shape[1])
+        for column in columns:
             places.append((column, used[column]))
             used[column] += 1
-        if self.measures and not self.identity:
+        if self.measures:
             self.note(used)
-        elif not self.identity:
-            for column, number in places:
-                self.check(column, number)
-        return places
+            return None
+        for column, number in places:
+            self.check(column, number)
+        return [self.buffers[column][number] for column, number in places], self.host_memory(places)
 
     def host_memory(self, places: Sequence[tuple[Column, int]]) -> list[Tensor]:
         """The host memory of these columns; none where there is no such tier."""

@@ -93,8 +93,9 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         f"parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, so {', '.join(named)} "
         "cannot be in graph.scope; use dispatcher = padded, or leave them out":
             graph.enabled and waits and bool(named),
-        "parallel.expert_stash with graph.compile is not there yet: compiled code calls no hooks on what it saves; "
-        "leave one of them out": graph.compile and parallel.expert_stash > 0,
+        "offload.modules with graph.compile and parallel.expert_stash is not there yet: all that a compiled layer "
+        "saves would move, the pages of the stash among it; leave one of them out":
+            graph.compile and parallel.expert_stash > 0 and bool(config.offload.modules),
         "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use dispatcher = padded, or "
         "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",
     }

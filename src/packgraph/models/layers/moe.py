@@ -9,7 +9,6 @@ Between the stages stand, in the state: moe_input [T, H] and moe_routing from th
 are shared experts; moe_plan from moe_preprocess; moe_rows from moe_dispatch; moe_made [R, H] from the experts. The last
 stage takes them all out again. Padding rows have expert -1 from the router on, whatever they hold.
 """
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from packgraph.moe.experts import Experts
 from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
 from packgraph.moe.routing import drop_beyond, route
 from packgraph.moe.stash import Stash
+from packgraph.moe.stash_experts import stashed_experts
 from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.context_zigzag import rank_rows
 from packgraph.ops.loss import token_count
@@ -165,17 +165,14 @@ class MoEBlock(nn.Module):
     def run_experts(self, state: State) -> State:
         """Replaces moe_rows by moe_made."""
         rows: Rows = state["moe_rows"]
-        with self._saving(rows):
+        if self.stash is not None:
+            made = stashed_experts(self.experts, *rows, self.stash)
+        else:
             with self.offload("expert_fc1", leave=rows.offsets):
                 h = self.experts.first(rows.values, rows.offsets)
             with self.offload("moe_act", leave=rows.offsets):
                 made = self.experts.second(h, rows.weights, rows.offsets)
         return {key: value for key, value in state.items() if key != "moe_rows"} | {"moe_made": made}
-
-    def _saving(self, rows: Rows) -> contextlib.AbstractContextManager[None]:
-        if self.stash is None or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
-        return self.stash.saving(rows.offsets, rows.values.shape[0])
 
     def run_combine(self, state: State) -> tuple[State, Tensor]:
         """Takes everything of the experts out of the state; returns the branch [T, H] beside it."""

@@ -1,0 +1,139 @@
+"""Experts of a decoder with a stash: one operation whose rows are in pages until its backward, compiled or not."""
+import pytest
+import torch
+from stashkit import poison_pages
+
+import packgraph
+from packgraph.bench.models import draw_batches
+from packgraph.models.chunks import ModelChunks
+from packgraph.models.config import DecoderConfig
+from packgraph.models.decoder import DecoderModel
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.moe.experts import Experts
+from packgraph.moe.stash import Stash
+from packgraph.moe.stash_experts import stashed_experts
+from packgraph.packing.capacity import Capacity
+from packgraph.train.expert_stash import share
+
+PAGE, CAPACITY = 16, Capacity(32, 4)
+CONFIG = DecoderConfig(vocab_size=320, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
+                       head_dim=4, initializer_range=0.2, dropout=0.1, experts=ExpertConfig(
+                           count=8, per_token=2, intermediate_size=16, shared=1, load_loss=1e-2))
+COLUMNS = {(torch.float32, 16): 1, (torch.float32, 32): 1}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def stash_of(pages: int = 40, host_pages: int = 0) -> Stash:
+    stash = Stash("cpu", page_rows=PAGE)
+    stash.allocate(pages, host_pages, columns=COLUMNS)
+    return stash
+
+
+def rows(live: int, rows: int = 48) -> list[torch.Tensor]:
+    """values, weights, ends of four experts, and a gradient whose tail must not be read."""
+    torch.manual_seed(live)
+    ends = torch.tensor([live // 4, live // 3, live // 3, live], dtype=torch.int32)
+    return [torch.randn(rows, 16).requires_grad_(), torch.rand(rows).requires_grad_(), ends, torch.randn(rows, 16)]
+
+
+def by(run, live: int, activation: str = "swiglu") -> list[torch.Tensor]:
+    """The live rows of the result, gradients of values (live rows), weights and matrices."""
+    torch.manual_seed(0)
+    experts = Experts(4, 16, 16 if activation == "swiglu" else 32, activation)
+    values, weights, ends, gradient = rows(live)
+    made = run(experts, values, weights, ends)
+    made.backward(gradient)
+    return [made.detach()[:live], values.grad[:live], weights.grad, *(p.grad for p in experts.parameters())]
+
+
+@pytest.mark.parametrize(("host_pages", "activation"), [(0, "swiglu"), (3, "swiglu"), (0, "relu2")])
+@pytest.mark.parametrize("live", [0, 1, 16, 33, 48])
+def test_the_operation_is_experts_bit_by_bit(live, host_pages, activation):
+    stash = stash_of(pages=1 if host_pages else 3, host_pages=host_pages)
+    expected = by(lambda experts, *given: experts(*given), live, activation)
+    found = by(lambda experts, *given: stashed_experts(experts, *given, stash), live, activation)
+    assert all(map(torch.equal, expected, found))
+    assert stash.in_use() == 0 and stash.need_hi() == -(-live // PAGE) and not stash.verdict()
+
+
+def test_what_is_not_to_be_differentiated_takes_no_pages_and_gives_no_gradient():
+    stash, experts = stash_of(), Experts(4, 16, 16)
+    values, weights, ends, gradient = rows(30)
+    with torch.no_grad():
+        stashed_experts(experts, values, weights, ends, stash)
+    assert stash.need_hi() == 0
+    experts.gate_up_proj.requires_grad_(False)
+    stashed_experts(experts, values.detach(), weights, ends, stash).backward(gradient)
+    assert experts.gate_up_proj.grad is None and experts.down_proj.grad is not None and stash.in_use() == 0
+    experts.requires_grad_(False)
+    stashed_experts(experts, values.detach(), weights.detach(), ends, stash)
+    assert stash.in_use() == 0 and stash.need_hi() == 2
+
+
+def test_a_second_backward_is_an_error():
+    stash, experts = stash_of(), Experts(4, 16, 16)
+    values, weights, ends, gradient = rows(30)
+    made = stashed_experts(experts, values, weights, ends, stash)
+    made.backward(gradient, retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward through stashed experts a second time"):
+        made.backward(gradient)
+
+
+def test_without_pages_it_is_noted_what_they_would_be_for():
+    stash = Stash("cpu", page_rows=PAGE)
+    expected = by(lambda experts, *given: experts(*given), 20)
+    assert all(map(torch.equal, expected, by(lambda e, *given: stashed_experts(e, *given, stash), 20)))
+    assert stash.columns == COLUMNS
+    other = Stash("cpu")
+    other.allocate(4, columns={(torch.float32, 16): 1})
+    with pytest.raises(RuntimeError, match=r"saves 1 tensors of torch\.float32 and width 32"):
+        by(lambda e, *given: stashed_experts(e, *given, other), 20)
+
+
+def packs(count: int):
+    return draw_batches(CAPACITY, count, 320, mean=8.0, sigma=0.8, seed=2)
+
+
+def trained(stash, draws, compile, **options):
+    """Two rounds over a decoder's graphs: losses, gradients and buffers; shapes that its first call saves; counts."""
+    torch.manual_seed(5)
+    model = DecoderModel(CONFIG, seed=1)
+    if stash is not None:
+        share(stash, ModelChunks([model]))
+    graphed = packgraph.graph(model, CAPACITY, warmup=1, strict=True, compile=compile, **options)
+    found, saved = [], []
+
+    def pack(tensor):
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        graphed(draws[0]).backward()
+    for batch in 2 * draws:
+        loss = graphed(batch)
+        loss.backward()
+        found.append(loss.detach())
+        if stash is not None:
+            poison_pages(stash)
+    found += [p.grad for p in model.parameters()] + [b for name, b in model.named_buffers() if "stash" not in name]
+    return found, saved, graphed.stats
+
+
+@pytest.mark.parametrize(("compile", "options"), [
+    (False, {"granularity": "layer"}), (False, {"granularity": "chunk", "scope": ("attn", "moe_experts")}),
+    ("aot_eager", {"granularity": "chunk"})], ids=str)
+def test_graphs_of_a_decoder_are_the_same_bits(compile, options):
+    """And code that is compiled hands no rows to its backward: it could take them in the forward, and keep those."""
+    draws, rows, stash = packs(2), CAPACITY.tokens * CONFIG.experts.per_token, stash_of(60)
+    expected, plain, _ = trained(None, draws, compile, **options)
+    found, saved, stats = trained(stash, draws, compile, **options)
+    assert all(map(torch.equal, expected, found))
+    assert stats.replayed >= 3 and bool(stats.compiled) == bool(compile)
+    assert stash.in_use() == 0 and not stash.verdict() and stash.need_hi() > 1
+    assert {(rows, 16), (rows, 32)} <= set(plain) and not {(rows, 16), (rows, 32)} & set(saved)
