@@ -1,12 +1,14 @@
 """The benchmark of dynamic context parallelism: every way computes the same, all ranks know the same rows."""
 import json
 from collections import Counter
+from unittest import mock
 
 import pytest
 from distkit import CPU, run_ranks
 
 from packgraph.bench.context import ContextOptions, measure_context
 from packgraph.bench.context_steps import DYNAMIC, FIXED, plan_steps
+from packgraph.bench.context_way import ContextWay
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import Deadline
 from packgraph.parallel.mesh import Layout
@@ -40,6 +42,36 @@ def test_bench_context_on_two_ranks():
         assert (row["pool_bytes"] is None) == ("graph" not in row["way"])
     assert one[3]["captured"] == [4, 4] and 1.0 <= one[3]["pool_ratio"] < 1.05
     assert one[3]["sizes"] == [1, 2] and one[2]["sizes"] == [2]
+    assert one[1]["ratio_to_dynamic"] == 1.0 and all(row["ratio_to_dynamic"] > 0 for row in one)
+    assert all(row["cost_seconds"] > 0 for row in one) and one[3]["prepare_seconds"] > 0
+
+
+def hurried(mesh, chosen):
+    """The rows of a call whose time for preparing is up once `dynamic` is ready, and the banks that were captured."""
+    rows, deadline, built = Rows(facts(CPU, "abc123"), write=False), Deadline(1000), []
+    build = ContextWay.build
+
+    def counted(way, share):
+        built.append(way.name)
+        return build(way, share)
+
+    def passed(share=1.0):
+        return share < 1.0 and "dynamic" in built
+
+    with mock.patch.object(ContextWay, "build", counted), mock.patch.object(deadline, "passed", passed):
+        measure_context(chosen, CPU, mesh, rows, deadline)
+    return rows.all, built
+
+
+@pytest.mark.dist
+def test_what_is_prepared_when_most_of_the_time_is_up_is_timed():
+    """The bank that costs were measured with is not built again, and given back where its way is not prepared."""
+    ways = ("fixed", "dynamic", "dynamic+graph")
+    (rows, built), _ = run_ranks(hurried, 2, options(ways=ways), layout=Layout(dp=1, cp=2, contexts=(1, 2)),
+                                 seconds=120.0)
+    assert built == ["dynamic+graph", "fixed", "dynamic"]
+    assert [bool(row["figures"]) for row in rows] == [True, True, False]
+    assert rows[2]["reason"].startswith("not prepared")
 
 
 def test_both_kinds_of_groups_have_the_same_documents():

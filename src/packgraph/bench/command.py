@@ -12,7 +12,7 @@ from packgraph.bench.capture import CAPTURE_WAYS, CaptureOptions, bench_capture
 from packgraph.bench.capture import COLUMNS as CAPTURE_COLUMNS
 from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
 from packgraph.bench.context import ContextOptions, bench_context
-from packgraph.bench.context_way import CONTEXT_WAYS
+from packgraph.bench.context_way import CONTEXT_WAYS, USUAL_WAYS
 from packgraph.bench.distributions import DISTRIBUTIONS
 from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
 from packgraph.bench.memory import MemoryOptions, bench_memory
@@ -139,8 +139,9 @@ def _offload_options(offload: argparse.ArgumentParser) -> None:
 
 def _context_options(context: argparse.ArgumentParser) -> None:
     _work_options(context, [2 * KILO], models=("gpt-2048", "tiny"))
-    context.add_argument("--ways", nargs="+", choices=CONTEXT_WAYS, default=list(CONTEXT_WAYS), metavar="WAY",
-                         help=f"the first is what others are compared with (default: {' '.join(CONTEXT_WAYS)})")
+    context.add_argument("--ways", nargs="+", choices=CONTEXT_WAYS, default=list(USUAL_WAYS), metavar="WAY",
+                         help=f"of {' '.join(CONTEXT_WAYS)}; the first is what others are compared with; compiling "
+                         f"takes minutes (default: {' '.join(USUAL_WAYS)})")
     context.add_argument("--rounds", type=_count, default=18, metavar="N", help="(default: 18)")
     context.add_argument("--fixed", type=_count, metavar="N", help="ranks of every row of the fixed ways (default: 4, "
                          "or all there are)")

@@ -1,6 +1,4 @@
 """The ways of `bench context`, and what rows cost them: the trainer's own step, eagerly or by graphs."""
-import statistics
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +8,17 @@ from torch import Tensor
 
 from packgraph.bench.company import Company
 from packgraph.bench.models import FreshModel
-from packgraph.bench.timing import synchronize
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.context.cost import ContextCost, RowTiming, fit
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig
+from packgraph.train.row_timing import TimeRow, time_row
 
 CONTEXT_WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph", "fixed+graph+compile", "dynamic+graph+compile")
-REPEATS = 3
+USUAL_WAYS = CONTEXT_WAYS[:4]  # compiling takes minutes: a code for each of the buckets
 
 
 class ContextWay:
@@ -69,28 +66,6 @@ class ContextWay:
         self.executor.close()
 
 
-def measured_cost(way: ContextWay, buckets: Sequence[Capacity], rank_tokens: int, prior: ContextCost,
-                  company: Company, device: torch.device) -> ContextCost:
-    """`prior` fitted to what rows of these buckets take by `way`: the slowest rank's median. Collective.
-
-    Every bucket is timed with one document that fills it and with short ones, all ranks in groups of that size.
-    """
-    timings = []
-    for bucket in buckets:
-        size = bucket.tokens // rank_tokens
-        short = max(2, bucket.tokens // bucket.documents)
-        for lengths in ([bucket.tokens], [short] * min(bucket.documents, bucket.tokens // short)):
-            row = PackedBatch.build([[0] * length for length in lengths], bucket)
-            times = []
-            for number in range(REPEATS + 1):
-                synchronize(device)
-                company.gather(None)
-                began = time.perf_counter()
-                # Several rows in a run, as in a step: the host's way to the first one does not count as much.
-                way.executor.run_step([row] * REPEATS, bucket.tokens)
-                synchronize(device)
-                if number:
-                    times.append(1e6 * (time.perf_counter() - began) / REPEATS)
-            us = max(company.gather(statistics.median(times)))
-            timings.append(RowTiming(size, rank_tokens, bucket.documents, sum(n * n for n in lengths), us))
-    return fit(timings, prior)
+def row_timer(way: ContextWay, company: Company, device: torch.device) -> TimeRow:
+    """Times rows by `way`; the slowest rank counts. Collective."""
+    return time_row(way.executor, device, lambda number: max(company.gather(number)))

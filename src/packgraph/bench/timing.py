@@ -17,11 +17,11 @@ class Deadline:
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
-        self._end = None if seconds is None else time.monotonic() + seconds
+        self._began = time.monotonic()
 
-    def passed(self) -> bool:
-        """Whether the time is up."""
-        return self._end is not None and time.monotonic() > self._end
+    def passed(self, share: float = 1.0) -> bool:
+        """Whether that share of the time is up."""
+        return self.seconds is not None and time.monotonic() - self._began > share * self.seconds
 
     @property
     def reason(self) -> str:
