@@ -89,7 +89,8 @@ def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
 def add_matrices_gradient(total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> None:
     """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA in bfloat16.
 
-    There the sum is rounded once, elsewhere the product first. The name is an agreement: graphs/products.py puts
+    There the sum is rounded once, elsewhere (and in ways that let the cache add, see moe/grouped_ways.py) the product
+    first. The name is an agreement: graphs/products.py puts
     `add_name` for `name` where a weight's `.grad` may be added to. With few rows per expert a gradient costs what its
     memory does, and written, read and added it goes through twice as much.
     """
