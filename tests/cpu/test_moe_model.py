@@ -10,6 +10,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel, named_stages
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
+from packgraph.moe.stash import Stash
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.regions import scope_errors
@@ -147,3 +148,44 @@ def test_drop_and_pad_keeps_the_most_an_expert_may_take():
     model(batches(1)[0]).backward()
     most = CAPACITY.tokens * EXPERTS.per_token // EXPERTS.count
     assert int(torch.bincount(seen[0][seen[0] >= 0].long()).max()) <= most
+
+
+class LackingDispatcher(WaitingDispatcher):
+    """The local dispatcher, said to need half as much room again as there is."""
+
+    why_not: dict[str, str] = {}
+
+    def demand(self, plan):
+        return torch.full((), 1500, dtype=torch.int64)
+
+
+def test_what_an_evaluation_lacks_is_not_taken_for_a_lack_of_training():
+    model = DecoderModel(plain(), seed=1)
+    blocks = moe_blocks([model])
+    for block in blocks:
+        block.dispatcher = LackingDispatcher(block.dispatcher)
+    (batch,) = batches(1)
+    with torch.no_grad():
+        model(batch)
+    model.eval()(batch).backward()
+    assert all(block.demand == 0 and block.evaluation_demand == 1500 for block in blocks)
+    model.train()
+    for run in (model, packgraph.graph(model, CAPACITY, warmup=0, strict=True)):
+        for block in blocks:
+            block.forget_demand()
+        run(batch).backward()
+        assert all(block.demand == 1500 and block.evaluation_demand == 0 for block in blocks)
+
+
+def test_an_evaluation_takes_no_pages():
+    model, stash = DecoderModel(plain(), seed=1), Stash("cpu", page_rows=16)
+    stash.allocate(1, columns={(torch.float32, 16): 1, (torch.float32, 32): 1})
+    for block in moe_blocks([model]):
+        block.stash = stash
+    (batch,) = batches(1)
+    with torch.no_grad():
+        model(batch)
+    model.eval()(batch).backward()
+    assert not stash.verdict() and stash.need_hi() == 0
+    model.train()(batch).backward()
+    assert stash.verdict()

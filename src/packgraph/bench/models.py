@@ -82,7 +82,7 @@ def draw_parameters(model: DecoderStack, seed: int) -> None:
                 module.reset_parameters(generator.manual_seed(zlib.crc32(f"{seed} {name}".encode())))
         for block in moe_blocks([model]):  # buffers, which may lie in fresh memory
             block.gate.reset_balance()
-            block.demand.zero_()
+            block.forget_demand()
 
 
 def draw_lengths(count: int, limit: int, *, mean: float, sigma: float, seed: int) -> list[int]:

@@ -172,7 +172,7 @@ class DecoderStack(nn.Module):
                 elif isinstance(module, Gate):
                     module.reset_balance()
                 elif isinstance(module, MoEBlock):
-                    module.demand.zero_()
+                    module.forget_demand()
                 elif isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
             for name, module in self.named_modules():

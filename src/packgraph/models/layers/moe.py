@@ -79,11 +79,14 @@ class MoEBlock(nn.Module):
     """Router, experts and shared experts of one layer. dispatcher: how tokens get to the experts; local at first.
 
     Stages that wait for the host with this dispatcher are named, with the reason, in `dispatcher.why_not`. demand:
-    int64 [], 0 or the most room that a dispatch would have needed and had not (see `PaddedDispatcher.demand`). stash:
-    where what experts save for backward is kept; None = as it is, all R rows of it.
+    int64 [], 0 or the most room that a dispatch of training would have needed and had not (`PaddedDispatcher.demand`).
+    evaluation_demand: the same of calls that are not training (`eval`, or without gradients), which no step reads: look
+    at it after an evaluation, since rows without room were left out. stash: where what experts save for the backward of
+    training is kept; None = as it is, all R rows of it.
     """
 
     demand: Tensor
+    evaluation_demand: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -97,6 +100,12 @@ class MoEBlock(nn.Module):
         self.stash: Stash | None = None
         self.offload: Mark = nowhere
         self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("evaluation_demand", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forget_demand(self) -> None:
+        """As if nothing had been lacking."""
+        self.demand.zero_()
+        self.evaluation_demand.zero_()
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -119,7 +128,10 @@ class MoEBlock(nn.Module):
         if settings.drop_factor:
             most = math.ceil(settings.drop_factor * padding.numel() * settings.per_token / settings.count)
             routing = drop_beyond(routing, settings.count, most)
-        found = {**state, "moe_input": x, "moe_routing": routing}
+        # Hidden was read here and is read again behind the experts. As a tensor of this stage's own its gradients are
+        # summed here, in the same order whether the stages behind it are captured with it or not.
+        hidden = state["hidden"]
+        found = {**state, "hidden": hidden.view_as(hidden), "moe_input": x, "moe_routing": routing}
         if self.shared_experts is not None:
             found["moe_shared"] = self.shared_experts(x)
         if self.training:
@@ -127,7 +139,7 @@ class MoEBlock(nn.Module):
                 self.gate.load.add_(expert_counts(scored.routing.experts, settings.count))
             loss = self._loss(logits, scored.scores, scored.routing.experts, state, ~padding)
             if loss is not None:
-                found["hidden"] = attach(state["hidden"], loss, share_of_step(state))
+                found["hidden"] = attach(hidden, loss, share_of_step(state))
         return found
 
     def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor, state: State, valid: Tensor) -> Tensor | None:
@@ -148,12 +160,13 @@ class MoEBlock(nn.Module):
         return torch.stack(parts).sum() if parts else None
 
     def run_preprocess(self, state: State) -> State:
-        """Adds moe_plan. Where rows are lacking, what would have sufficed stays in `demand`."""
+        """Adds moe_plan. Where rows are lacking, what would have sufficed stays in `demand`, or `evaluation_demand`."""
         plan = self.dispatcher.preprocess(state["moe_routing"])
         demand = self.dispatcher.demand(plan)
         if demand is not None:
+            largest = self.demand if self._learns() else self.evaluation_demand
             with torch.no_grad():
-                self.demand.copy_(torch.maximum(self.demand, demand))
+                largest.copy_(torch.maximum(largest, demand))
         return {**state, "moe_plan": plan}
 
     def run_dispatch(self, state: State) -> State:
@@ -165,7 +178,7 @@ class MoEBlock(nn.Module):
     def run_experts(self, state: State) -> State:
         """Replaces moe_rows by moe_made."""
         rows: Rows = state["moe_rows"]
-        if self.stash is not None:
+        if self.stash is not None and self._learns():
             made = stashed_experts(self.experts, *rows, self.stash)
         else:
             with self.offload("expert_fc1", leave=rows.offsets):
@@ -173,6 +186,10 @@ class MoEBlock(nn.Module):
             with self.offload("moe_act", leave=rows.offsets):
                 made = self.experts.second(h, rows.weights, rows.offsets)
         return {key: value for key, value in state.items() if key != "moe_rows"} | {"moe_made": made}
+
+    def _learns(self) -> bool:
+        """Whether this call is one of training, whose backward follows."""
+        return self.training and torch.is_grad_enabled()
 
     def run_combine(self, state: State) -> tuple[State, Tensor]:
         """Takes everything of the experts out of the state; returns the branch [T, H] beside it."""
