@@ -86,8 +86,8 @@ def test_rows_that_cannot_be_cut_are_refused():
     with pytest.raises(ValueError, match="15 places do not fit in 7"):
         naive_prefixes([9], 6, 2, 0)
     assert row_problems([1] * 5, 16, "zigzag", 2) == [
-        "its documents take up 20 places, each a multiple of 4 with zigzag over 2 ranks, but the row has 16; pack with "
-        "multiple=4"]
+        "its documents take up 20 places, each a multiple of 4 with zigzag over 2 ranks, but the row has 16: from "
+        "document 4 (1 tokens) on they do not fit; pack with multiple=4"]
     assert "cannot be spread evenly over 3" in row_problems(None, 16, "ulysses", 3)[0]
     assert "cut into the 8 parts" in row_problems(None, 12, "zigzag", 4)[0]
     assert not row_problems([1] * 5, 16, "ulysses", 2) and not row_problems([1] * 4, 16, "zigzag", 2)

@@ -48,6 +48,32 @@ def test_a_step_after_an_error_finds_all_slots_free(slots):
         assert torch.equal(ours.grad, theirs.grad)
 
 
+class Wary(DecoderModel):
+    """Refuses rows that it can tell from lengths on the host, as a decoder does whose rows are cut in zigzag."""
+
+    def begin(self, batch, *more):
+        if batch.host.lengths is not None and 13 in batch.host.lengths:
+            raise ValueError("unlucky")
+        return super().begin(batch, *more)
+
+
+@pytest.mark.parametrize("whole_steps", [False, True])
+def test_microbatches_that_a_chunk_refuses_stop_a_step_before_it_begins(whole_steps):
+    """Graphs know no lengths: a direct replay, or one of a whole step, would run them and be wrong."""
+    torch.manual_seed(0)
+    graphed = graph(Wary(model().config, seed=1), warmup=0, slots=1)
+    alone = Pipeline([graphed], Links([0], {}, None, None), 16, torch.float32, torch.device("cpu"),
+                     whole_steps=whole_steps)
+    batches = [packgraph.PackedBatch.build([[1] * length], CAPACITY) for length in (7, 12, 13)]
+    for _ in range(3):
+        alone.step([batches[0], batches[1]], TOKENS)
+    before = [parameter.grad.clone() for parameter in graphed.parameters()]
+    with pytest.raises(ValueError, match="unlucky"):
+        alone.step([batches[0], batches[2]], TOKENS)
+    assert all(torch.equal(parameter.grad, kept) for parameter, kept in zip(graphed.parameters(), before, strict=True))
+    assert graphed._slots.in_flight() == 0 and not alone.step([batches[1], batches[0]], TOKENS).isnan()
+
+
 def test_chunks_that_share_a_parameter_look_at_gradients_in_every_call():
     first, second, third = (graph(nn.Linear(4, 4), warmup=0) for _ in range(3))
     second.module.bias = first.module.bias

@@ -10,6 +10,7 @@ from distkit import run_ranks
 from trainkit import RandomPacks, close, equal, tiny, trainer
 
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.microbatch import forward_backward
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
@@ -159,7 +160,7 @@ def rows_that_cannot_be_cut(mesh):
     model = DecoderModel(config(ALONE).model)
     spread_context(model, mesh, wish="zigzag")
     crowded = PackedBatch.build([[1, 2]] * 3, Capacity(8, 3))
-    with pytest.raises(ValueError, match=r"take up 12 places, each a multiple of 4 .* the row has 8; pack with mult"):
+    with pytest.raises(ValueError, match=r"the row has 8: from document 2 \(2 tokens\) on they do not fit; pack"):
         model(crowded)
     assert model(crowded.without_lengths()).isnan(), "where the host does not know, the device does"
     with pytest.raises(ValueError, match="6 tokens cannot be cut into the 4 parts that zigzag needs with 2 ranks"):
@@ -170,6 +171,9 @@ def rows_that_cannot_be_cut(mesh):
     assert call.stats.replayed == 2
     with pytest.raises(ValueError, match="take up 12 places"):
         call(crowded)
+    with pytest.raises(ValueError, match="from document 2"):  # without autograd nobody makes a first state
+        forward_backward(call, crowded)
+    assert not forward_backward(call, PackedBatch.build([[1, 2]] * 2, Capacity(8, 3))).isnan(), "its slot is free again"
     call.close()
 
 

@@ -43,10 +43,16 @@ class Claim:
         return self.variant.direct.out.tensor.numel() == 1
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Replay the forward alone: the call's output, an alias of the slot's memory that autograd knows nothing of."""
+        """Replay the forward alone: the call's output, an alias of the slot's memory that autograd knows nothing of.
+
+        What the module says of the arguments as a call begins is heard here, too: graphs cannot look at what the host
+        alone knows. Raises what its `begin` raises.
+        """
         assert self.variant.direct is not None
         launched = False
         try:
+            if self.program.staged:
+                self.program.begin(args, kwargs)
             out = self.variant.direct.forward(call_tensors(args, kwargs), self.ticket)
             launched = True
         finally:

@@ -30,6 +30,7 @@ from packgraph.parallel.links import Links
 from packgraph.plan.pipeline.rendezvous import Op, make_rows
 from packgraph.plan.pipeline.schedule import Action, make_schedule
 from packgraph.plan.pipeline.slots import slot_counts
+from packgraph.plan.stages import Staged
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
@@ -111,9 +112,11 @@ class Pipeline:
         batches: the same microbatches on every rank, on the device. tokens_in_step: 0-d, labels of the whole step.
         before_last: called as before_last(chunk, output) right before the last backward of each chunk, the one after
         which its gradients are final; not called where a whole step is one graph.
-        Returns the loss of the step on every rank, float32 []. Raises PipelineError when the ranks disagree.
+        Returns the loss of the step on every rank, float32 []. Raises PipelineError when the ranks disagree, and what
+        the first chunk's `begin` raises of any microbatch, before anything is launched.
         """
         self._agree(batches)
+        self._ask_about(batches, tokens_in_step)
         whole = self._whole if fallback.bypass_reason() is None else None
         if whole is not None and self._whole_step_is_ready(batches, tokens_in_step):
             return whole(tokens_in_step, *batches)
@@ -195,6 +198,14 @@ class Pipeline:
             raise PipelineError("the ranks of this pipeline were given different microbatches in one step (counts: "
                                 f"{counts}; or other lengths or capacities). Every rank must pack the same documents "
                                 "in the same order")
+
+    def _ask_about(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> None:
+        """Let the first chunk refuse microbatches. In the middle of a step an error would leave other stages waiting,
+        and graphs of whole steps hear of no host facts at all."""
+        module, stage = self.chunks[0].module, self._stage(0)
+        if isinstance(module, Staged):
+            for batch in batches:
+                module.begin(*self._arguments(stage, batch, tokens))
 
     def _row(self, microbatches: int) -> tuple[Op, ...]:
         if microbatches not in self._rows:

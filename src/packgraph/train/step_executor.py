@@ -22,6 +22,7 @@ from packgraph.graphs.step import GraphedStep
 from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.plan.stages import Staged
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig
@@ -66,6 +67,9 @@ class StepExecutor(Executor):
                    learning_rate: float) -> tuple[Tensor, Tensor]:
         tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
         uploaded = [batch.to(self._device) for batch in batches]
+        if isinstance(self._model, Staged):
+            for batch in uploaded:
+                self._model.begin(batch, tokens_in_step)  # may refuse what the host alone knows, and a graph would not
         reason = self._reason_against(whole, tokens_in_step, uploaded)
         if reason is not None:
             whole.stats.fallbacks[reason] += 1

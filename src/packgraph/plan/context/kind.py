@@ -9,6 +9,7 @@ but shares out heads: there must be a multiple of c of them. Zigzag sends keys a
 keeps them for the backward. So zigzag is taken where there is no other way, or by hand.
 """
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from packgraph.packing.capacity import places
@@ -61,8 +62,13 @@ def row_problems(lengths: Iterable[int] | None, tokens: int, kind: ContextKind, 
     if tokens % multiple:
         return [f"a row of {tokens} tokens cannot be cut into the {multiple} parts that zigzag needs with {ranks} "
                 "ranks; use capacities whose tokens are a multiple of them"]
-    taken = 0 if lengths is None or multiple == 1 else row_places(lengths, multiple)
-    if taken > tokens:
-        return [f"its documents take up {taken} places, each a multiple of {multiple} with zigzag over {ranks} ranks, "
-                f"but the row has {tokens}; pack with multiple={multiple}"]
-    return []
+    if lengths is None or multiple == 1:
+        return []
+    known = list(lengths)
+    if -multiple * sum([-length // multiple for length in known]) <= tokens:  # asked for every microbatch: microseconds
+        return []
+    ends = list(accumulate(places(length, multiple) for length in known))
+    first = next(number for number, end in enumerate(ends) if end > tokens)
+    return [f"its documents take up {ends[-1]} places, each a multiple of {multiple} with zigzag over {ranks} ranks, "
+            f"but the row has {tokens}: from document {first} ({known[first]} tokens) on they do not fit; pack with "
+            f"multiple={multiple}"]
