@@ -82,6 +82,7 @@ class EmulatedBuffers:
     factor: float
     width: int = H
     dtype: torch.dtype = torch.float64
+    device: torch.device | None = None
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     peers: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 

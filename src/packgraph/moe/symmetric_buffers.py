@@ -24,6 +24,10 @@ MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products lik
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+class NoSymmetricMemory(RuntimeError):
+    """There is no memory that these ranks could read from each other; the message says why and what to do."""
+
+
 class Buffers(Protocol):
     """Room for one exchange at a time, shared by all layers whose rows have this width and dtype.
 
@@ -112,7 +116,7 @@ class SymmetricBuffers:
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Collective over the ranks. Raises RuntimeError where it cannot be had, or within a capture."""
+        """Collective over the ranks. Raises NoSymmetricMemory where it cannot be had, RuntimeError in a capture."""
         ranks = dist.get_world_size(self.members)
         problem = symmetric_problem(self.device, ranks)
         if problem is None and self.dtype not in DTYPES:
@@ -120,7 +124,7 @@ class SymmetricBuffers:
         if problem is None:
             problem = _hosts_problem(self.members)
         if problem is not None:
-            raise RuntimeError(f"{problem}; choose parallel.dispatcher = padded")
+            raise NoSymmetricMemory(f"{problem}; use dispatcher = padded")
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("symmetric memory cannot be allocated while a graph is captured: make it before")
         rows, group = rows_for(self.pairs, self.factor, ranks), str(self.members.group_name)
@@ -154,8 +158,8 @@ def _allocate(size: int, group: str, device: torch.device) -> tuple[Tensor, Tens
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     handle = symmetric.rendezvous(memory, group)  # type: ignore[arg-type]
     if handle.buffer_ptrs[handle.rank] != memory.data_ptr():
-        raise RuntimeError(f"torch {torch.__version__} says that its symmetric memory begins elsewhere than the tensor "
-                           "in it; choose parallel.dispatcher = padded")
+        raise NoSymmetricMemory(f"torch {torch.__version__} says that its symmetric memory begins elsewhere than the "
+                                "tensor in it; use dispatcher = padded")
     memory.zero_()
     peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)

@@ -18,6 +18,7 @@ from packgraph.parallel.tensor import parallelize
 from packgraph.parallel.votes import replica_vote, stage_vote
 from packgraph.train.autotune import Autotune
 from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
+from packgraph.train.exchange_buffers import make_buffers
 from packgraph.train.executor import Executor
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.expert_stash import make_stash
@@ -47,9 +48,10 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
         parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
     for model in models if mesh.size("cp") > 1 else ():
         spread_context(model, mesh, rank_tokens(config), config.parallel.cp_kind)
+    buffers = make_buffers(models, config, device, mesh)
     for model in models if config.model.experts.enabled else ():
         split_experts(model, mesh, partial(
-            make_dispatcher, config.parallel.dispatcher_name, factor=config.parallel.expert_room))
+            make_dispatcher, config.parallel.dispatcher_name, factor=config.parallel.expert_room, buffers=buffers))
     return ModelChunks(models)
 
 
@@ -60,7 +62,7 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp_cp"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
         # On all ranks or on none, whatever layers a rank has: they agree about every update together.
-        if config.parallel.dispatcher_name == "padded" or config.parallel.expert_stash:
+        if config.parallel.dispatcher_name in ("padded", "symmetric") or config.parallel.expert_stash:
             optimizer.overflow = Overflow(model.chunks, mesh.everyone(), optimizer.learning_rate.device, stash)
     return optimizer
 

@@ -6,6 +6,7 @@ from packgraph.parallel.tensor import tensor_problems
 from packgraph.plan.regions import MOE_STAGES, expand_scope, scope_errors
 from packgraph.train.context_rows import places_multiple
 from packgraph.train.dynamic_context import context_problems_of_run
+from packgraph.train.exchange_buffers import exchange_problems
 from packgraph.train.offloading import offload_problems
 from packgraph.train.options import TrainConfig
 from packgraph.train.stage_tokens import stage_tokens
@@ -42,7 +43,8 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
         problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (
             size < vocabulary)
     found = [text for text, wrong in problems.items() if wrong]
-    return found + offload_problems(config) + _optimizer_problems(config, world) + _parallel_problems(config, world)
+    found += offload_problems(config) + _optimizer_problems(config, world) + _parallel_problems(config, world)
+    return found + exchange_problems(config, device_type)
 
 
 def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:

@@ -155,9 +155,11 @@ class ParallelConfig:
     sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
     ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and tokens travel.
     dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which graphs can capture;
-        host_splits = exactly what is routed, whose sizes the host waits for; auto = local with ep = 1, else padded.
-    expert_room: rows per pair of ranks over what equally busy experts would need; where it does not suffice the step
-        is repeated with more.
+        symmetric = ranks read what is routed from each other's memory, on up to 8 GPUs of one host, which graphs can
+        capture, too; host_splits = exactly what is routed, whose sizes the host waits for; auto = local with ep = 1,
+        else padded.
+    expert_room: rows (per pair of ranks with padded, per rank with symmetric) over what equally busy experts would
+        need; where it does not suffice the step is repeated with more.
     expert_stash: pages for what experts keep for the backward, over what equally busy experts would need, such as
         1.1; only rows that hold tokens take memory then. 0 = all static rows are kept as they are.
     """
@@ -172,7 +174,7 @@ class ParallelConfig:
     chunks: int = 1
     sequence: bool = True
     ep: int = 1
-    dispatcher: Literal["auto", "local", "host_splits", "padded"] = "auto"
+    dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
     expert_room: float = 1.5
     expert_stash: float = 0.0
 

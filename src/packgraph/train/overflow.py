@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.moe.dispatch_padded import PaddedDispatcher
+from packgraph.moe.dispatch_symmetric import SymmetricDispatcher
 from packgraph.moe.stash import Stash
+from packgraph.moe.symmetric_buffers import Buffers
 from packgraph.plan.stash import grown_pages
 
 SPARE = 1.1  # room over what was needed: routing goes on to move
@@ -31,7 +33,8 @@ class Overflow:
     def __init__(self, chunks: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device,
                  stash: Stash | None = None) -> None:
         self._chunks, self._stash = chunks, stash
-        self._blocks = [block for block in moe_blocks(chunks) if isinstance(block.dispatcher, PaddedDispatcher)]
+        self._blocks = [block for block in moe_blocks(chunks)
+                        if isinstance(block.dispatcher, PaddedDispatcher | SymmetricDispatcher)]
         self._group = group
         self.blocked = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -70,8 +73,7 @@ class Overflow:
         self.blocked.zero_()
         told = []
         if needed := int(largest) / 1000:
-            for block in self._blocks:
-                block.dispatcher = _grown(block, needed * SPARE, whole)
+            _grow(self._blocks, needed * SPARE, whole)
             told.append(f"a rank needed {needed:.2f} times the room of a balanced load; now there is "
                         + ("room for whatever comes" if whole else f"{needed * SPARE:.2f} times"))
         if self._stash is not None and bool(self._stash.verdict()):
@@ -86,7 +88,17 @@ class Overflow:
         return f"the stash had {before} pages and needed {needed}; now there are {stash.pages.pages}"
 
 
-def _grown(block: MoEBlock, factor: float, whole: bool) -> PaddedDispatcher:
-    assert isinstance(block.dispatcher, PaddedDispatcher)
-    most = block.dispatcher.most_factor if whole else factor
-    return block.dispatcher.with_factor(max(most, block.dispatcher.factor))
+def _grow(blocks: Sequence[MoEBlock], factor: float, whole: bool) -> None:
+    """Dispatchers with room for `factor`, or for whatever comes. Collective where they exchange through buffers, which
+    all layers of a rank go on to share."""
+    larger: dict[Buffers, Buffers] = {}
+    for block in blocks:
+        dispatcher = block.dispatcher
+        assert isinstance(dispatcher, PaddedDispatcher | SymmetricDispatcher)
+        wanted = max(dispatcher.most_factor if whole else factor, dispatcher.factor)
+        if isinstance(dispatcher, PaddedDispatcher):
+            block.dispatcher = dispatcher.with_factor(wanted)
+            continue
+        if dispatcher.buffers not in larger:
+            larger[dispatcher.buffers] = dispatcher.buffers.grown(wanted)
+        block.dispatcher = dispatcher.with_room(wanted, larger[dispatcher.buffers])
