@@ -1,5 +1,6 @@
 """Mamba-2 layers and hybrids: the definition, documents by themselves, graphs, dtypes, fresh values."""
 import dataclasses
+import itertools
 import math
 import random
 
@@ -10,14 +11,19 @@ from hypothesis import strategies as st
 from mambakit import CHUNK, MAMBA, hybrid, naive_mixer, random_hybrid, with_bias
 from model_batches import hand_batch, random_documents
 
+from packgraph.diagnose.matrix import random_packs, tiny_hybrid_config
+from packgraph.diagnose.verify import verify
 from packgraph.graphs.graphed import graph
-from packgraph.models.decoder import DecoderModel
+from packgraph.models.decoder import DecoderModel, named_stages
 from packgraph.models.layers.mamba import FIRST_DECAY, FIRST_STEP, MambaMixer
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.plan.regions import scope_errors
 
 EDGES = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 SCOPES = [("layer", None), ("chunk", None), ("layer", ("mamba",)), ("chunk", ("mamba", "attn", "mlp", "moe_router"))]
+WITH_MAMBA = [("mamba", *mixer, *dense, *experts) for mixer, dense, experts in itertools.product(
+    ((), ("attn",)), ((), ("mlp",)), ((), ("moe_router",), ("moe_router", "moe_preprocess"), ("moe",)))]
 
 
 def ids_of(lengths, rows):
@@ -129,6 +135,40 @@ def test_graphs_equal_eager_bitwise(granularity, scope):
     for ours, theirs in zip(captured.parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
     graphed.close()
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_every_scope_with_mamba_is_bitwise_eager(granularity):
+    """Alone and with any other stages; feed-forward blocks and experts without gates, dropout."""
+    config = hybrid("M*-E", num_layers=4, dropout=0.1, rotary_share=0.0, activation="relu2")
+    packs = list(batches(4))
+    torch.manual_seed(3)
+    state, eager = torch.get_rng_state(), DecoderModel(config, seed=1)
+    losses = [loss for batch in packs if (loss := eager(batch)).backward() is None]
+    assert not any(scope_errors(named_stages(config), scope, granularity) for scope in WITH_MAMBA)
+    for scope in WITH_MAMBA:
+        torch.set_rng_state(state)
+        captured = DecoderModel(config, seed=1)
+        graphed = graph(captured, sorted({batch.capacity for batch in packs}), warmup=1, strict=True, scope=scope,
+                        granularity=granularity)
+        for batch, loss in zip(packs, losses, strict=True):
+            found = graphed(batch)
+            found.backward()
+            assert torch.equal(found, loss), scope
+        assert graphed.stats.replayed == 3, scope
+        for (name, ours), theirs in zip(captured.named_parameters(), eager.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad), (scope, name)
+        graphed.close()
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_whole_steps_of_hybrids_are_bitwise_eager(optimizer):
+    """Loss, gradients, parameters and random states of steps with changing numbers of microbatches."""
+    config = tiny_hybrid_config("chunk", 0.1, 5)
+    config = dataclasses.replace(config, graph=dataclasses.replace(
+        config.graph, granularity="step", optimizer=optimizer, strict=True))
+    report = verify("whole steps", config, random_packs(1), torch.device("cpu"))
+    assert report.good and report.replayed > 0 and set(report.fallbacks) <= {"warm-up"}
 
 
 def test_decays_and_steps_stay_float32():
