@@ -18,6 +18,7 @@ from packgraph.parallel.mesh import Layout, single_process
 from packgraph.train.build import build_chunks
 from packgraph.train.config import ConfigError
 from packgraph.train.disagreements import disagreements
+from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -84,6 +85,8 @@ def test_it_is_refused_where_there_is_no_such_memory():
     settings = config(EP2, "symmetric")
     (problem,) = disagreements(settings, "cpu", world=2)
     assert "parallel.dispatcher = symmetric with parallel.ep = 2" in problem and "use dispatcher = padded" in problem
+    moving = dataclasses.replace(config(EP2, "symmetric", compile=True), offload=OffloadConfig(modules=("layer",)))
+    assert any("a compiled layer saves would move" in problem for problem in disagreements(moving, "cuda", world=2))
     large = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, dp=None, ep=16))
     assert any("symmetric memory is for 2 to 8 ranks of one host, not 16" in problem
                for problem in disagreements(large, "cuda", world=16))

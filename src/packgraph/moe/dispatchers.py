@@ -1,4 +1,6 @@
-"""Dispatchers by the names that configurations use."""
+"""Dispatchers by the names that configurations use, and those of a model with more room."""
+import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from packgraph.moe.dispatch_symmetric import SymmetricDispatcher
 from packgraph.moe.symmetric_buffers import Buffers
 
 DispatcherName = Literal["local", "host_splits", "padded", "symmetric"]
+Budgeted = PaddedDispatcher | SymmetricDispatcher
 
 
 def make_dispatcher(name: str, num_experts: int, group: dist.ProcessGroup | None, factor: float,
@@ -35,3 +38,21 @@ def make_dispatcher(name: str, num_experts: int, group: dist.ProcessGroup | None
                              "SymmetricBuffers before the layers")
         return SymmetricDispatcher(num_experts, group, factor, buffers)
     raise ValueError(f"there is no dispatcher {name!r}; there are {', '.join(get_args(DispatcherName))}")
+
+
+def with_factor(dispatchers: Sequence[Budgeted], factor: float) -> list[Budgeted]:
+    """The same dispatchers with room for `factor` times a balanced load, inf = for whatever comes, and none with less
+    than it has. Collective: all ranks must take the same. What shares buffers goes on to share larger ones, made once.
+    """
+    made: list[Budgeted] = []
+    larger: dict[tuple[Buffers, float], Buffers] = {}
+    for dispatcher in dispatchers:
+        wanted = max(dispatcher.most_factor if math.isinf(factor) else factor, dispatcher.factor)
+        if isinstance(dispatcher, PaddedDispatcher):
+            made.append(dispatcher.with_factor(wanted))
+            continue
+        key = dispatcher.buffers, wanted
+        if key not in larger:
+            larger[key] = dispatcher.buffers.grown(wanted)
+        made.append(dispatcher.with_room(wanted, larger[key]))
+    return made

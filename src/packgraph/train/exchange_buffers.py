@@ -22,9 +22,15 @@ def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
     parallel = config.parallel
     if not config.model.experts.enabled or parallel.dispatcher_name != "symmetric":
         return []
-    problem = symmetric_problem(torch.device(device_type), parallel.ep)
-    return [] if problem is None else [f"parallel.dispatcher = symmetric with parallel.ep = {parallel.ep}: {problem}; "
-                                       "use dispatcher = padded"]
+    problem, found = symmetric_problem(torch.device(device_type), parallel.ep), []
+    if problem is not None:
+        found = [f"parallel.dispatcher = symmetric with parallel.ep = {parallel.ep}: {problem}; use dispatcher = "
+                 "padded"]
+    if config.graph.compile and config.offload.modules:
+        found.append("offload.modules with graph.compile and parallel.dispatcher = symmetric is not there yet: all "
+                     "that a compiled layer saves would move, the memory that other ranks read among it; leave one of "
+                     "them out, or use dispatcher = padded")
+    return found
 
 
 def make_buffers(chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh) -> Buffers | None:

@@ -8,6 +8,7 @@ The verdict stays until `make_room`, so a step that was launched before the host
 step reads and writes besides parameters (gradients, loads of experts, optimizer state) begins anew or is left alone by
 a blocked update; random states are the trainer's to put back (`train/repeat.py`).
 """
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
-from packgraph.moe.dispatch_padded import PaddedDispatcher
-from packgraph.moe.dispatch_symmetric import SymmetricDispatcher
+from packgraph.moe.dispatchers import Budgeted, with_factor
 from packgraph.moe.stash import Stash
-from packgraph.moe.symmetric_buffers import Buffers
 from packgraph.plan.stash import grown_pages
 
 SPARE = 1.1  # room over what was needed: routing goes on to move
@@ -33,8 +32,7 @@ class Overflow:
     def __init__(self, chunks: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device,
                  stash: Stash | None = None) -> None:
         self._chunks, self._stash = chunks, stash
-        self._blocks = [block for block in moe_blocks(chunks)
-                        if isinstance(block.dispatcher, PaddedDispatcher | SymmetricDispatcher)]
+        self._blocks = [block for block in moe_blocks(chunks) if isinstance(block.dispatcher, Budgeted)]
         self._group = group
         self.blocked = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -73,7 +71,7 @@ class Overflow:
         self.blocked.zero_()
         told = []
         if needed := int(largest) / 1000:
-            _grow(self._blocks, needed * SPARE, whole)
+            give_room(self._blocks, math.inf if whole else needed * SPARE)
             told.append(f"a rank needed {needed:.2f} times the room of a balanced load; now there is "
                         + ("room for whatever comes" if whole else f"{needed * SPARE:.2f} times"))
         if self._stash is not None and bool(self._stash.verdict()):
@@ -88,17 +86,8 @@ class Overflow:
         return f"the stash had {before} pages and needed {needed}; now there are {stash.pages.pages}"
 
 
-def _grow(blocks: Sequence[MoEBlock], factor: float, whole: bool) -> None:
-    """Dispatchers with room for `factor`, or for whatever comes. Collective where they exchange through buffers, which
-    all layers of a rank go on to share."""
-    larger: dict[Buffers, Buffers] = {}
-    for block in blocks:
-        dispatcher = block.dispatcher
-        assert isinstance(dispatcher, PaddedDispatcher | SymmetricDispatcher)
-        wanted = max(dispatcher.most_factor if whole else factor, dispatcher.factor)
-        if isinstance(dispatcher, PaddedDispatcher):
-            block.dispatcher = dispatcher.with_factor(wanted)
-            continue
-        if dispatcher.buffers not in larger:
-            larger[dispatcher.buffers] = dispatcher.buffers.grown(wanted)
-        block.dispatcher = dispatcher.with_room(wanted, larger[dispatcher.buffers])
+def give_room(blocks: Sequence[MoEBlock], factor: float) -> None:
+    """Room for `factor` in these layers, whose dispatchers have a budget; inf = for whatever comes. Collective."""
+    dispatchers = [block.dispatcher for block in blocks if isinstance(block.dispatcher, Budgeted)]
+    for block, larger in zip(blocks, with_factor(dispatchers, factor), strict=True):
+        block.dispatcher = larger
