@@ -145,6 +145,15 @@ def test_what_cannot_be_read_is_refused_with_reasons(config, values, message):
         config_from_json({key: value for key, value in described.items() if value is not None})
 
 
+@pytest.mark.parametrize("name", ["hybrid-tiny", "hybrid-1.6b"])
+def test_models_of_the_presets_can_be_written(name):
+    """What only training knows comes back as its default."""
+    model = preset(name).model
+    found = config_from_json(config_to_json(model, torch.bfloat16))
+    experts = dataclasses.replace(found.experts, document_loss=model.experts.document_loss)
+    assert dataclasses.replace(found, experts=experts, rope_theta=model.rope_theta) == model
+
+
 @pytest.mark.parametrize(("config", "message"), [
     (dataclasses.replace(NEMOTRON3, experts=ExpertConfig(count=4, per_token=2, intermediate_size=6)),
      "NemotronHForCausalLM has no model with experts.score='softmax', experts.score_bias=False, experts.shared=0"),

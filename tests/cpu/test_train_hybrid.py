@@ -62,6 +62,8 @@ def test_the_preset_trains_by_replay_and_goes_on(words: list[str], granularity: 
     assert found["replayed"] > 0 and "capture failed" not in found["fallbacks"]
     config = str(tmp_path / "runs" / "mine" / "config.json")
     assert cli.main(["train", "--config", config, "--resume", "--run.steps", "4"]) == 0
+    assert cli.main(["export", str(tmp_path / "runs" / "mine"), str(tmp_path / "out")]) == 0
+    assert load_pretrained(tmp_path / "out")[1].pattern == "M-M*ME"
 
 
 def test_a_run_starts_from_weights_and_gives_them_back(words: list[str], tmp_path: Path) -> None:

@@ -93,15 +93,15 @@ def hybrid_tiny() -> TrainConfig:
 
 def hybrid_1_6b() -> TrainConfig:
     """A hybrid of 1.6B parameters in bfloat16, 0.6B of them for each token: 8 layers of Mamba-2, 8 of 32 experts, 2 of
-    attention; bring your own data and tokenizer.json."""
+    attention, as in Nemotron 3; bring your own data and tokenizer.json."""
     return TrainConfig(
         preset="hybrid-1.6b",
         model=DecoderConfig(
-            vocab_size=131_072, hidden_size=2048, intermediate_size=5632, num_layers=18, num_heads=16, num_kv_heads=4,
+            vocab_size=131_072, hidden_size=2048, intermediate_size=8448, num_layers=18, num_heads=16, num_kv_heads=4,
             head_dim=128, rms_norm_eps=1e-5, qk_norm=False, max_position_embeddings=8192,
-            pattern="MEME*MEMEME*MEMEME", rotary_share=0.0,
+            pattern="MEME*MEMEME*MEMEME", activation="relu2", rotary_share=0.0,
             mamba=MambaConfig(num_heads=64, head_dim=64, state=128, groups=8),
-            experts=ExpertConfig(count=32, per_token=4, intermediate_size=512, shared=1, score="sigmoid", scaling=2.5,
+            experts=ExpertConfig(count=32, per_token=4, intermediate_size=768, shared=1, score="sigmoid", scaling=2.5,
                                  score_bias=True, document_loss=1e-3)),
         data=DataConfig(overlong="split"),
         optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100),
