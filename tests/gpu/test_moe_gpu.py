@@ -104,20 +104,22 @@ def test_activation_reaches_beyond_32_bits():
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize(("ends", "width"), [([0, 3, 3, 90], 24), ([100], 1408), ([0, 0], 16)], ids=str)
-def test_activation_equals_the_operations(ends, width, dtype):
+@pytest.mark.parametrize("gated", [True, False])
+def test_activation_equals_the_operations(gated, ends, width, dtype):
     used = ends[-1]
-    h, weights, grad = (3 * torch.randn(100, 2 * width)).to(dtype), torch.rand(100), torch.randn(100, width).to(dtype)
+    h, weights = (3 * torch.randn(100, (1 + gated) * width)).to(dtype), torch.rand(100)
+    grad = torch.randn(100, width).to(dtype)
     h[:1] *= 40  # where the sigmoid is 0 or 1
     for x in (h, weights, grad):
         x[used:] = NAN
-    wanted = [activation(h, weights, ends_of(ends)),
-              *activation_backward(grad, h, weights, ends_of(ends))]
+    wanted = [activation(h, weights, ends_of(ends), gated),
+              *activation_backward(grad, h, weights, ends_of(ends), gated)]
     grad, h, weights, offsets = grad.cuda(), h.cuda(), weights.cuda(), ends_of(ends, "cuda")
-    found = [activation(h, weights, offsets), *activation_backward(grad, h, weights, offsets)]
+    found = [activation(h, weights, offsets, gated), *activation_backward(grad, h, weights, offsets, gated)]
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours[:used].cpu(), theirs[:used], rtol=1e-2 if dtype is BF16 else 1e-4, atol=1e-4)
     assert not found[2][used:].any()
-    again = [activation(h, weights, offsets), *activation_backward(grad, h, weights, offsets)]
+    again = [activation(h, weights, offsets, gated), *activation_backward(grad, h, weights, offsets, gated)]
     assert all(torch.equal(ours[:used], theirs[:used]) for ours, theirs in zip(found, again))
 
 
@@ -175,15 +177,16 @@ def test_grouped_product_refuses_what_would_wait():
 
 
 @pytest.mark.parametrize("ends", [[50, 50, 130], [0, 0, 0], [200, 200, 200], [0, 70, 200]], ids=str)
-def test_experts_equal_the_loop(ends):
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_equal_the_loop(gated, ends):
     needs_grouped_products()
     used, offsets = ends[-1], ends_of(ends, "cuda")
-    values, weights, gate_up, down, grad = make(BF16, rows=200, hidden=64, width=96, device="cuda")
-    found = run(by_module, [poisoned(values, used), poisoned(weights, used), gate_up, down], poisoned(grad, used),
-                offsets)
-    wanted = run(naive, [x.float() for x in (values, weights, gate_up, down)], grad.float(), offsets)
-    for name, ours, theirs in zip(("out", "values", "weights", "gate_up", "down"), found, wanted):
-        live = ours if name in ("gate_up", "down") else ours[:used]
+    values, weights, matrices, down, grad = make(BF16, rows=200, hidden=64, width=96, device="cuda", gated=gated)
+    found = run(by_module, [poisoned(values, used), poisoned(weights, used), matrices, down], poisoned(grad, used),
+                offsets, gated)
+    wanted = run(naive, [x.float() for x in (values, weights, matrices, down)], grad.float(), offsets, gated)
+    for name, ours, theirs in zip(("out", "values", "weights", "matrices", "down"), found, wanted):
+        live = ours if name in ("matrices", "down") else ours[:used]
         assert torch.isfinite(live).all(), name
         assert distance(live, theirs[: len(live)]) <= RELATIVE, name
     assert not found[2][used:].any()
