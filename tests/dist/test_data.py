@@ -1,17 +1,18 @@
 """Data parallelism: two replicas train as one process does, through graphs exactly as eagerly."""
+import threading
+
 import pytest
 import torch
-import torch.distributed as dist
 from distkit import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from parallelkit import Run, assert_same_within_rounding, differences, steps_of_packs, train, train_both
 from torch import nn
 
+from packgraph.ops.collectives import all_gather_flat
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.spans import ALIGNMENT, plan_spans
 from packgraph.train.step import own_share
-from packgraph.ops.collectives import all_gather_flat
 
 STEPS = 10
 
@@ -71,6 +72,48 @@ def test_a_gradient_made_elsewhere_is_taken_in():
     weight.grad = None
     flat.reduce()
     assert not flat.spans[0].own_gradients.any() and weight.grad is not None
+
+
+class Slow(FlatParameters):
+    """The first span takes a while to be sent; `sent` is the order in which they are on their way."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.sent, self.sending, self.other_is_done = [], threading.Event(), threading.Event()
+
+    def _launch(self):
+        number = self.launched
+        super()._launch()
+        if number == 0:
+            self.sending.set()
+            self.other_is_done.wait(0.3)
+        self.sent.append(number)
+
+
+def test_hooks_of_two_threads_send_spans_in_their_order():
+    layer = nn.Linear(4, 4)
+    flat = Slow(layer.named_parameters(), None)
+    first, second = (span.members[0].parameter for span in flat.spans)
+    flat.expect([first, second])
+    other = threading.Thread(target=flat.ready, args=([first],))
+    other.start()
+    assert flat.sending.wait(10)
+    flat.ready([second])  # autograd runs nodes without a device in the thread that called it, others in one per device
+    flat.other_is_done.set()
+    other.join()
+    assert flat.sent == [0, 1]
+
+
+def test_only_nodes_of_its_parameters_are_watched(monkeypatch):
+    ours, foreign = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    flat = FlatParameters([("ours", ours)], None)
+    flat.group = object()  # there is something to overlap; the span itself is sent to nobody
+    heard = []
+    monkeypatch.setattr(flat, "ready", heard.append)
+    loss = (ours * foreign).sum()
+    flat.overlap(loss)
+    loss.backward()
+    assert [list(map(id, parameters)) for parameters in heard] == [[id(ours)]]
 
 
 @pytest.mark.dist

@@ -7,12 +7,13 @@
 
 The invariant: parameters and gradients never move, so graphs that baked their addresses stay right; a `.grad` that was
 set to None or replaced meanwhile is found and taken in. Spans are reduced in one fixed order on all ranks, whatever
-order their gradients are finished in. Single process: the same buffers, nothing is sent.
+order their gradients are finished in, and whichever thread of autograd says so. Single process: nothing is sent.
 
 Where replicas share the experts of a layer (`parallel/expert.py`), experts lie in spans of their own: only replicas
 that hold the same ones (`edp`) add up. That is the whole sum: a loss is a sum over tokens, and the tokens of all ranks
 that share the experts have been to them.
 """
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,7 @@ class FlatParameters:
                            for member in span.members}
         self._expected: list[set[int]] = []
         self._launched = 0
+        self._one_at_a_time = threading.Lock()
         self._works: list[Any] = []
         self._handles: list[Any] = []
 
@@ -150,7 +152,9 @@ class FlatParameters:
         """
         if self.group is None:
             return
-        accumulating = list(_accumulating_nodes(output))
+        found = ((node, [parameter for parameter in parameters if id(parameter) in self._span_of])
+                 for node, parameters in _accumulating_nodes(output))
+        accumulating = [(node, parameters) for node, parameters in found if parameters]
         self.expect([parameter for _, parameters in accumulating for parameter in parameters], settled)
         for node, parameters in accumulating:
             self._handles.append(node.register_hook(_after(self.ready, parameters)))
@@ -168,12 +172,17 @@ class FlatParameters:
                 self._discard(parameter)
 
     def ready(self, parameters: Sequence[Tensor]) -> None:
-        """Say that these gradients of the step are final; starts to reduce spans that are complete by it."""
-        for parameter in parameters:
-            self._discard(parameter)
-        # In order, so that all ranks send the same span at the same time whatever each of them finished first.
-        while self._launched < len(self.spans) and not self._expected[self._launched]:
-            self._launch()
+        """Say that these gradients of the step are final; starts to reduce spans that are complete by it.
+
+        Autograd calls hooks from one thread per device, and from the caller's for nodes that got no gradient. Sending
+        lets go of the interpreter, so without the lock a second thread would send the next span before this one.
+        """
+        with self._one_at_a_time:
+            for parameter in parameters:
+                self._discard(parameter)
+            # In order, so that all ranks send the same span at the same time whatever each of them finished first.
+            while self._launched < len(self.spans) and not self._expected[self._launched]:
+                self._launch()
 
     def reduce(self) -> None:
         """Sum all gradients over the group: afterwards every span's `own_gradients` are final. Once per step."""
