@@ -10,13 +10,15 @@ from packgraph.graphs.graphed import graph
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.layers.moe import moe_blocks
+from packgraph.moe.dispatch_padded import PaddedDispatcher
 from packgraph.moe.stash import Stash
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.plan.stash import pages_for
 from packgraph.train.build import build_chunks
 from packgraph.train.disagreements import disagreements
-from packgraph.train.expert_stash import make_stash
+from packgraph.train.expert_room import restore_room, room_of_experts
+from packgraph.train.expert_stash import make_stash, planned_pages, share
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
@@ -151,3 +153,62 @@ def test_a_rank_of_a_context_has_pages_for_its_own_rows():
         layers = len(moe_blocks(model.chunks))
         assert pages[-1] == pages_for(tokens, EXPERTS.per_token, layers, 1, 1.0, 64)
     assert pages[1] < pages[0]
+
+
+def test_a_run_goes_on_with_the_pages_it_had_at_last(tmp_path):
+    """More than were planned, as after an overflow: whatever the configuration plans, it has as many again."""
+    settings, pages = config(steps=3, stash=1.0, warmup=1), {}
+    for resume in (False, True):
+        run = trainer(tmp_path / "run", dataclasses.replace(settings, run=dataclasses.replace(
+            settings.run, steps=5 if resume else 3)))
+        stash = moe_blocks(run.model.chunks)[0].stash
+        try:
+            pages["planned"] = stash.pages.pages
+            if resume:
+                run.resume()
+            else:
+                stash.allocate(3 * stash.pages.pages + 1, columns=dict(stash.columns))
+                share(stash, run.model)
+            run.run(StopRequest())
+            pages[resume] = stash.pages.pages
+            assert run._repeats.total == 0 and run.executor.totals()["replayed"] > 0
+        finally:
+            run.close()
+    assert pages[False] == pages[True] == 3 * pages["planned"] + 1
+
+
+def test_room_is_what_it_is_of_a_balanced_load():
+    """At a capacity of twice the tokens twice the pages; what is configured and larger stays; nothing needs nothing."""
+    settings = config(stash=1.0)
+    model = build_chunks(settings, CPU, single_process())
+    stash = make_stash(model, settings, single_process(), CPU)
+    planned = stash.pages.pages
+    stash.allocate(2 * planned, columns=dict(stash.columns))
+    saved = room_of_experts(model, settings, single_process(), CPU)
+    assert saved == {"rows": 0.0, "pages": 2.0}
+    for tokens, stashed, expected in ((64, 1.0, 2 * planned), (128, 1.0, None), (64, 3.0, None), (64, 0.0, 0)):
+        other = config(stash=stashed, capacities=(Capacity(tokens, 8),))
+        model = build_chunks(other, CPU, single_process())
+        stash = make_stash(model, other, single_process(), CPU)
+        balanced = planned_pages(model, other, single_process(), 1.0, 64)
+        given = 0 if stash is None else stash.pages.pages
+        told = restore_room(model, other, single_process(), saved)
+        found = 0 if stash is None else stash.pages.pages
+        assert found == max(given, 2 * balanced if stashed else 0) and (expected is None or found == expected)
+        assert bool(told) == (found > given) and restore_room(model, other, single_process(), {}) == []
+
+
+def test_rows_go_to_every_layer_but_no_more_than_there_can_be_need_for():
+    class OfFour(PaddedDispatcher):
+        most_factor = 4.0
+
+    settings = config()
+    model = build_chunks(settings, CPU, single_process())
+    blocks = moe_blocks(model.chunks)
+    for rows, configured, expected in ((2.5, 1.5, 2.5), (2.5, 3.0, 3.0), (7.0, 1.5, 4.0), (0.0, 1.5, 1.5)):
+        for block in blocks:
+            block.dispatcher = OfFour(EXPERTS.count, None, configured)
+        told = restore_room(model, settings, single_process(), {"rows": rows})
+        assert [block.dispatcher.factor for block in blocks] == [expected] * len(blocks)
+        assert bool(told) == (expected > configured)
+        assert room_of_experts(model, settings, single_process(), CPU) == {"rows": expected, "pages": 0.0}

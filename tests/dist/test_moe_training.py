@@ -138,6 +138,9 @@ def test_a_small_room_grows_until_it_suffices(alone, tmp_path):
     first, second = ranks(EP2, str(tmp_path / "tight"), config(EP2, room=1.0, granularity="chunk"))
     close(first[0], alone[1])
     assert first[2] > 0 and first[3] == second[3] and min(first[3]) > 1.0
+    longer = config(EP2, STEPS + 1, room=1.0, granularity="chunk")
+    resumed, _ = ranks(EP2, str(tmp_path / "tight"), longer, True)
+    assert resumed[2] == 0 and resumed[3] == first[3], "it begins with the room that it had at last"
 
 
 def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_experts(alone, tmp_path):

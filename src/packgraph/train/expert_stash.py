@@ -21,17 +21,21 @@ def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torc
     """The stash of all layers with experts of this rank, attached to them; None where there is none."""
     if not config.parallel.expert_stash or not moe_blocks(model.chunks):
         return None
-    stash, experts = Stash(device), config.model.experts
+    stash = Stash(device)
     dtype = getattr(torch, config.run.dtype)
     columns = {(dtype, config.model.hidden_size): 1}
     width = expert_columns(config.model)
     columns[dtype, width] = columns.get((dtype, width), 0) + 1
-    records = sum(len(moe_blocks([chunk])) * slots
-                  for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True))
-    stash.allocate(pages_for(longest_row(config), experts.per_token, records, 1, config.parallel.expert_stash,
-                             stash.page_rows), columns=columns)
+    stash.allocate(planned_pages(model, config, mesh, config.parallel.expert_stash, stash.page_rows), columns=columns)
     share(stash, model)
     return stash
+
+
+def planned_pages(model: ModelChunks, config: TrainConfig, mesh: Mesh, factor: float, page_rows: int) -> int:
+    """Pages for what is in flight on this rank, of `factor` times the rows that equally busy experts would get."""
+    records = sum(len(moe_blocks([chunk])) * slots
+                  for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True))
+    return pages_for(longest_row(config), config.model.experts.per_token, records, 1, factor, page_rows)
 
 
 def share(stash: Stash, model: ModelChunks) -> None:

@@ -38,6 +38,7 @@ from packgraph.train.config import to_dict
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
 from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import add_counts
+from packgraph.train.expert_room import restore_room, room_of_experts
 from packgraph.train.left_out import LeftOut
 from packgraph.train.metrics import LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.options import TrainConfig
@@ -135,6 +136,8 @@ class Trainer:
             seed = self.config.run.seed + step
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
             self.view.note("saved at another layout: dropout goes on with new random numbers")
+        for told in restore_room(self.model, self.config, self.mesh, state.get("experts", {})):
+            self.view.note(told)
         self.microbatches.load_state_dict(state["data"])
         self._graphs_before = state["graphs"]
         self._summary_before = read_json(self.folder / SUMMARY)
@@ -324,7 +327,8 @@ class Trainer:
         tensors = self.tensors() | {f"{stream}.{name}": value for name, value in random_states(self.device).items()}
         self._mark_position()
         state = {"data": self._position, "random_device": self.device.type,
-                 "random_streams": all_streams(self.mesh, sequence=self._splits_rows), "graphs": self._graphs()}
+                 "random_streams": all_streams(self.mesh, sequence=self._splits_rows), "graphs": self._graphs(),
+                 "experts": room_of_experts(self.model, self.config, self.mesh, self.device)}
         save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
                         self.mesh)
 
