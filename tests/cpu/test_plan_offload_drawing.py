@@ -46,7 +46,7 @@ def test_blocks_of_compute_and_waiting_fill_the_time(trace: OffloadTrace, speed:
 @settings(max_examples=30)
 def test_the_chrome_trace_loads_and_has_what_viewers_ask_for(trace: OffloadTrace, speed: CopySpeed) -> None:
     _, timeline = drawn(trace, speed)
-    found = json.loads(chrome_trace([(trace, timeline), (EMPTY, drawn(EMPTY, speed)[1])]))
+    found = json.loads(chrome_trace([("rank 0", trace, timeline), ("rank 1", EMPTY, drawn(EMPTY, speed)[1])]))
     assert set(found) == {"traceEvents", "displayTimeUnit"}
     kinds = {"X": ("ts", "dur", "tid", "cat"), "C": ("ts", "args"), "M": ("args",)}
     for event in found["traceEvents"]:
@@ -67,13 +67,13 @@ def test_the_table_has_a_line_per_rank_within_the_width() -> None:
     for slots in (4, 3):
         trace = decoder_trace(8, slots)
         rows.append(offload_figures(trace, *drawn(trace, CopySpeed(50_000.0, 25_000.0, 100.0), 0.25)))
-    lines = offload_table(rows, first_rank=6).splitlines()
+    lines = offload_table([(f"rank {rank}", row) for rank, row in enumerate(rows, start=6)]).splitlines()
     assert max(map(len, lines)) <= 120 and len(lines) == 4
     assert re.match(r"rank 6  12 of 48  1.56 GiB  19\.25 GiB  25.00 GiB  \d+.\d\d ms  \d+.\d\d ms  \d.\d\d%  "
                     r"4\d.\d GB/s  2\d.\d GB/s$", lines[1])
     assert lines[2].startswith("rank 7") and " 18.75 GiB " in lines[2]
     nothing = offload_figures(EMPTY, *drawn(EMPTY, CopySpeed()))
-    assert offload_table([nothing]).splitlines()[1].split()[-2:] == ["-", "-"]
+    assert offload_table([("rank 0", nothing)]).splitlines()[1].split()[-2:] == ["-", "-"]
 
 
 def test_the_svg_holds_every_block_and_needs_nothing_else() -> None:

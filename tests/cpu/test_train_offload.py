@@ -1,13 +1,18 @@
 """The trainer with offloading: the same run bit by bit, whatever moves and whatever is captured."""
+import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from trainkit import CPU, RandomPacks, state_of, tiny, trainer
 
+from packgraph.parallel.mesh import single_process
 from packgraph.plan.offload.plan import KEPT
+from packgraph.train.config import ConfigError
 from packgraph.train.disagreements import disagreements
 from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.offload_report import report_offloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -44,6 +49,46 @@ def test_a_run_that_offloads_is_bitwise_one_that_does_not(graph, granularity, fr
     (engine,) = offloading.engines
     assert sum(engine.plan.moves) == len(engine.plan.moves) * fraction
     assert all((at == KEPT) != moves for moves, at in zip(engine.plan.moves, engine.plan.reload_at, strict=True))
+
+
+@pytest.mark.parametrize("asked", [{"budget": "48KiB"}, {"lost": 0.3}, {"lost": 0.0}], ids=str)
+def test_a_budget_of_memory_or_of_time_says_what_moves(asked, kept, tmp_path):
+    config = replace(tiny(graph=True), offload=OffloadConfig(modules=DENSE[1:4], min_bytes=1, margin=0, **asked))
+    found, offloading = finish(tmp_path / "run", config)
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    (planned,) = [planner.planned for planner in offloading.planners]
+    assert planned.plan == offloading.engines[0].plan and planned.measured.slots == 1
+    if "budget" in asked:
+        assert planned.plan.peak_bytes <= 48 * 1024 < planned.plan.kept_peak_bytes
+    else:
+        assert planned.plan.lost <= asked["lost"] + 1e-9
+
+
+def test_a_budget_that_nothing_fits_says_what_would_and_ends_cleanly(tmp_path):
+    config = replace(tiny(), offload=OffloadConfig(modules=("core_attn",), budget="1KiB", min_bytes=1))
+    run = trainer(tmp_path / "run", config, RandomPacks())
+    with pytest.raises(ConfigError, match=r"offload.budget = 1KiB: no plan of offloading fits in 1.00 KiB: the least"):
+        run.run(StopRequest())
+    run.close()
+    for wrong in ({"budget": "a lot"}, {"budget": "40%"}, {"lost": 1.0}, {"lost": 0.1, "budget": "1GiB"}):
+        with pytest.raises(ValueError, match=r"budget|lost"):
+            OffloadConfig(**wrong)
+
+
+def test_what_was_planned_is_told_and_drawn(tmp_path):
+    config = replace(tiny(steps=3), offload=OffloadConfig(modules=("core_attn", "mlp_act"), fraction=0.5, min_bytes=1))
+    run, notes = trainer(tmp_path / "run", config, RandomPacks()), []
+    run.executor.prepare.when_planned = partial(report_offloading, mesh=single_process(), folder=run.folder,
+                                                note=notes.append)
+    run.run(StopRequest())
+    run.close()
+    (note,) = notes
+    folder = run.folder / "offload"
+    table = (folder / "table.txt").read_text()
+    assert table.rstrip() in note and str(folder) in note and table.splitlines()[1].startswith("rank 0  1 of 4")
+    assert "<svg" in (folder / "rank0.svg").read_text()
+    assert {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}} in json.loads(
+        (folder / "trace.json").read_text())["traceEvents"]
 
 
 def test_what_cannot_be_offloaded_is_refused_with_all_reasons():

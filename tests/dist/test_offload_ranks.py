@@ -1,5 +1,6 @@
 """Offloading under pipelines and tensor parallelism: bitwise the run that keeps everything, with late copies."""
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.offload_report import report_offloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -33,6 +35,8 @@ def go(mesh, folder, settings):
         run = trainer(Path(folder) / str(number), setting, mesh=mesh)
         for chunk in range(setting.parallel.chunks if setting.graph.enabled else 0):
             run.executor.lanes(chunk).queues.late.update(("out", "back"))
+        if run.executor.prepare is not None:
+            run.executor.prepare.when_planned = partial(report_offloading, mesh=mesh, folder=run.folder, note=str)
         run.run(StopRequest())
         held = {name: _held(value) for name, value in run.tensors().items()}
         engines = run.executor.prepare.engines if run.executor.prepare is not None else []
@@ -63,3 +67,7 @@ def test_offloading_is_bitwise_keeping(layout, chunks, granularities, tmp_path):
             assert expected.keys() == found.keys()
             assert not [name for name in found if not torch.equal(expected[name], found[name])]
             assert len(moved) == chunks and all(nbytes > 0 and groups > 0 for nbytes, groups in moved)
+    told = (tmp_path / "1" / "offload" / "table.txt").read_text().splitlines()
+    names = [f"rank {rank}" + (f" chunk {chunk}" if chunks > 1 else "") for rank in (0, 1) for chunk in range(chunks)]
+    assert [line.split("  ")[0] for line in told[1:-1]] == names, "rank 0 knows the plans of all"
+    assert len(list((tmp_path / "1" / "offload").glob("*.svg"))) == len(names)

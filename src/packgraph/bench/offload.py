@@ -173,7 +173,7 @@ def _draw(options: OffloadOptions, name: str, trace: OffloadTrace | None, plan: 
     timeline = simulate_offload(trace, speed, plan)
     options.draw.mkdir(parents=True, exist_ok=True)
     (options.draw / f"{name}.svg").write_text(draw_offload_svg(trace, plan, timeline, name), encoding="utf-8")
-    (options.draw / f"{name}.trace.json").write_text(chrome_trace([(trace, timeline)]), encoding="utf-8")
+    (options.draw / f"{name}.trace.json").write_text(chrome_trace([(name, trace, timeline)]), encoding="utf-8")
 
 
 def _of_plan(options: OffloadOptions, plan: OffloadPlan | None, spent: tuple[float, float] | None, speed: CopySpeed

@@ -31,7 +31,7 @@ from packgraph.graphs.guard import capturing
 from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
 from packgraph.graphs.parameters import local_tensor
 from packgraph.offload.group import Group, Handle, Memory, unpack
-from packgraph.offload.timing import PassTimes
+from packgraph.offload.timing import PassTimes, Waits
 from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace, plan_errors
 
 Policy = Callable[[OffloadTrace], OffloadPlan]
@@ -98,6 +98,7 @@ class Offload:
         self._index: dict[tuple[int, str], int] = {}
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
+        self._waits = Waits(lanes)
         self._under_way: weakref.WeakKeyDictionary[Lanes, deque[Copy]] = weakref.WeakKeyDictionary()
 
     def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
@@ -129,7 +130,7 @@ class Offload:
     def end_step(self) -> None:
         """The step is over, nothing is in flight: main waits for all copies."""
         self.lanes.join()
-        self._pass = None
+        self._pass, self._waits = None, Waits(self.lanes)
 
     @contextlib.contextmanager
     def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
@@ -161,7 +162,7 @@ class Offload:
     def _begin(self, lanes: Lanes) -> Pass:
         """Another pass. It is traced where it is an eager one of training, until there is a plan."""
         is_traced = lanes is self.lanes and self.plan is None and not capturing()
-        self._pass = Pass(lanes, PassTimes(lanes) if is_traced else None)
+        self._pass = Pass(lanes, PassTimes(lanes, self._waits) if is_traced else None)
         return self._pass
 
     def _open(self, now: Pass, name: str, layer: int) -> Group:
@@ -173,7 +174,7 @@ class Offload:
             needed = self._backward.get(place, len(self._backward))
             starts = self._backward[self.plan.reload_at[place]] if moves else None
         group = Group(name, layer, order, now.lanes, moves=moves, min_bytes=self.min_bytes,
-                      reached=partial(self._reached, now))
+                      reached=partial(self._reached, now), wait=partial(self._wait, now.lanes))
         now.seen.add((layer, name))
         now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
         return group
@@ -192,7 +193,14 @@ class Offload:
         under_way = self._under_way.setdefault(lanes, deque())
         under_way.append(copy)
         while under_way and (under_way[0].done or len(under_way) > self.in_flight):
-            lanes.wait(under_way.popleft())
+            self._wait(lanes, under_way.popleft())
+
+    def _wait(self, lanes: Lanes, copy: Copy) -> None:
+        """Main waits for a copy; it is timed where passes are traced."""
+        if self.plan is None and lanes is self.lanes and not copy.done and not capturing():
+            self._waits.wait(copy)
+        else:
+            lanes.wait(copy)
 
     def _reached(self, now: Pass, group: Group) -> None:
         times = now.times

@@ -92,11 +92,12 @@ class Handle:
 class Group:
     """name, layer: the module's. order: number within its pass. lanes: that carry its copies.
 
-    moves: whether the plan wants it on the host. reached: called by the first tensor that backward asks for.
+    moves: whether the plan wants it on the host. reached: called by the first tensor that backward asks for. wait:
+    lets main wait for a copy of `lanes`.
     """
 
     def __init__(self, name: str, layer: int, order: int, lanes: Lanes, *, moves: bool, min_bytes: int,
-                 reached: Callable[["Group"], None]) -> None:
+                 reached: Callable[["Group"], None], wait: Callable[[Copy], None]) -> None:
         self.name, self.layer, self.order, self.lanes = name, layer, order, lanes
         self.moves, self.min_bytes = moves, min_bytes
         self.memories: dict[int, Memory] = {}
@@ -107,6 +108,7 @@ class Group:
         self.copy_back: Copy | None = None
         self._handles: list[weakref.ref[Handle]] = []
         self._reached: Callable[[Group], None] | None = reached
+        self._wait = wait
 
     def pack(self, tensor: Tensor, memory: Memory | None) -> Handle:
         """The handle of `tensor`. memory: of an earlier group, None = this group's own."""
@@ -186,7 +188,7 @@ class Group:
         if self.copy_out is None:
             self.lanes.launched()
         assert self.copy_out is not None
-        self.lanes.wait(self.copy_out)
+        self._wait(self.copy_out)
         for memory in self.moved:
             memory.restored = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
         self.copy_back = self.lanes.back(self.host, [m.restored for m in self.moved if m.restored is not None])
@@ -197,7 +199,7 @@ class Group:
         """What `memory` held, uint8 [n]; main has waited for it. Raises RuntimeError when it is gone."""
         self.start_reload()
         if self.copy_back is not None and not self.copy_back.done:
-            self.lanes.wait(self.copy_back)
+            self._wait(self.copy_back)
         if memory.restored is None:
             raise RuntimeError(f"backward through {self.name} of layer {self.layer} a second time: what it had saved "
                                "was on the host and is gone after the first (retain_graph=True has no effect on "

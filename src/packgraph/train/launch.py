@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from packgraph.train.context_rows import context_notes, places_multiple
 from packgraph.train.data import Microbatches, PlannedSteps, build_tokenizer, open_documents, open_microbatches
 from packgraph.train.disagreements import disagreements
 from packgraph.train.dynamic_context import context_request
+from packgraph.train.offload_report import report_offloading
+from packgraph.train.offloading import Offloading
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_folder import check_same_run, choose_folder, claimed
@@ -120,6 +123,8 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
             view.note(f"attention: {note}")
         trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh)
         view.note(f"attention by {trainer.attention}")
+        if isinstance(offloading := trainer.executor.prepare, Offloading):
+            offloading.when_planned = partial(report_offloading, mesh=mesh, folder=folder, note=view.note)
         try:
             if config.run.resume:
                 trainer.resume()

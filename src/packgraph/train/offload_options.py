@@ -1,6 +1,7 @@
 """What a run can be told about activations that wait on the host."""
 from dataclasses import dataclass
 
+from packgraph.plan.memory.budget import budget_bytes
 from packgraph.plan.offload.knobs import OffloadKnobs
 
 
@@ -10,6 +11,10 @@ class OffloadConfig:
 
     modules: what may move, of attn_norm, qkv_linear, core_attn, attn_proj, mamba_norm, mamba_scan, mlp_norm, mlp_act,
         expert_fc1 and moe_act; none = nothing. With graph.compile any of them means all that a layer saves.
+    budget: device memory that groups may hold at a time, all microbatches in flight together, as 4GiB or 512MiB: what
+        has to move for that with the least waiting moves. none = no such limit.
+    lost: share of a microbatch's time that may be lost to waiting for copies, such as 0.01: what saves most memory
+        within that moves. none = the options below alone decide, else they say what may move.
     fraction: of the groups (one module of one layer each) that may move, those first in the forward move.
     min_bytes: tensors and groups smaller than that stay.
     margin: groups that stay because the backward needs them first; none = the last one of each module.
@@ -19,6 +24,8 @@ class OffloadConfig:
     """
 
     modules: tuple[str, ...] = ()
+    budget: str | None = None
+    lost: float | None = None
     fraction: float = 1.0
     min_bytes: int = 2**20
     margin: int | None = None
@@ -28,6 +35,15 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         self.knobs()
+        self.budget_bytes()
+        if self.lost is not None and not 0 <= self.lost < 1:
+            raise ValueError(f"lost must be a share of the time, 0 to 1, got {self.lost}")
+        if self.lost is not None and self.budget is not None:
+            raise ValueError("budget and lost are two ways to say how much moves: give one of them")
+
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes. Raises ValueError when its text is none, or a share of a memory of unknown size."""
+        return None if self.budget is None else budget_bytes(self.budget, None)
 
     def knobs(self) -> OffloadKnobs:
         """As plans take them. Raises ValueError with all reasons."""

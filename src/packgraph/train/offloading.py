@@ -1,12 +1,11 @@
 """Offloading in a run: one engine per chunk, a plan when warm-up is over, and what is wrong with what was asked for.
 
 Warm-up steps move everything that may move, since they may not fit otherwise; the largest microbatch among them is what
-the plan is made for, before anything is captured. Every rank plans for itself: nothing is exchanged, and a rank without
-such layers has nothing to do.
+the plan is made for, before anything is captured, with copies as fast as plain ones are measured to be. Every rank
+plans for itself: nothing is exchanged, and a rank without such layers has nothing to do.
 """
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,32 +14,75 @@ from packgraph.graphs.choose import make_lanes
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import named_stages
 from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload, Policy
+from packgraph.offload.engine import Offload
+from packgraph.offload.speed import copy_speed
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.offload.knobs import plan_by_knobs
+from packgraph.plan.offload.knobs import knob_moves, plan_by_knobs
 from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.plan.offload.rules import why_not
+from packgraph.plan.offload.search import plan_for_bytes, plan_for_time
 from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.plan.regions import Run, cut_runs, scope_errors
+from packgraph.train.config import ConfigError
 from packgraph.train.executor import Executor
+from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import TrainConfig
 
 
-class Offloading:
-    """The engines of a rank, one for each chunk with layers."""
+@dataclass(frozen=True)
+class Planned:
+    """What was planned for one chunk. measured: what it was planned by, with all microbatches in flight."""
 
-    def __init__(self, engines: Sequence[Offload], policies: Sequence[Policy], warmup: int) -> None:
-        """policies: of the engines, which get them when `warmup` steps are over: nothing shall plan before."""
-        self.engines, self._policies, self._warmup = list(engines), list(policies), warmup
+    measured: OffloadTrace
+    speed: CopySpeed
+    plan: OffloadPlan
+
+
+class Planner:
+    """Plans for one chunk as the options of a run say. planned: what came of it, None before."""
+
+    def __init__(self, options: OffloadConfig, rank: int, slots: int, device: torch.device) -> None:
+        """rank: of the pipeline. slots: microbatches in flight at most."""
+        self._options, self._rank, self._slots, self._device = options, rank, slots, device
+        self.planned: Planned | None = None
+
+    def __call__(self, trace: OffloadTrace) -> OffloadPlan:
+        """Raises ConfigError when what is asked for cannot be had."""
+        measured, speed, options = replace(trace, slots=self._slots), copy_speed(self._device), self._options
+        knobs, budget = options.knobs(), options.budget_bytes()
+        if budget is not None:
+            try:
+                plan = plan_for_bytes(measured, speed, budget, knob_moves(measured, knobs, self._rank))
+            except ValueError as error:
+                raise ConfigError([f"offload.budget = {options.budget}: {error} (fraction, margin and min_bytes of "
+                                   "offload say what may)"]) from error
+        elif options.lost is not None:
+            plan = plan_for_time(measured, speed, options.lost, knob_moves(measured, knobs, self._rank))
+        else:
+            plan = plan_by_knobs(measured, speed, knobs, self._rank)
+        self.planned = Planned(measured, speed, plan)
+        return plan
+
+
+class Offloading:
+    """The engines of a rank, one for each chunk with layers. when_planned: called once, when all of them have a plan.
+    """
+
+    def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int) -> None:
+        """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan before."""
+        self.engines, self.planners, self._warmup = list(engines), list(planners), warmup
+        self.when_planned: Callable[[Offloading], None] | None = None
 
     def __call__(self, steps_done: int) -> None:
         """A step begins, with nothing in flight. When warm-up is over: plan, before anything is captured."""
-        for engine, policy in zip(self.engines, self._policies, strict=True):
+        for engine, policy in zip(self.engines, self.planners, strict=True):
             engine.end_step()
             if steps_done == self._warmup:
                 engine.policy = policy
                 if engine.trace is not None:
                     engine.settle()
+        if steps_done == self._warmup and self.when_planned is not None:
+            self.when_planned(self)
 
     def summary(self) -> dict[str, Any]:
         """What was planned, for each chunk: groups and bytes of a microbatch, and what the plan predicts."""
@@ -60,18 +102,14 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
         return None
     stages, rank = mesh.size("pp"), mesh.place["pp"]
     slots = slot_counts(stages, len(model.chunks))[rank] if stages > 1 else [1] * len(model.chunks)
-    engines, policies = [], []
+    engines, planners = [], []
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
         engine = Offload(options.modules, executor.lanes(number) or make_lanes(device), min_bytes=options.min_bytes,
                          in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled)
         attach(engine, chunk)
         engines.append(engine)
-        policies.append(partial(_plan, config, rank, count))
-    return Offloading(engines, policies, config.graph.warmup)
-
-
-def _plan(config: TrainConfig, rank: int, slots: int, trace: OffloadTrace) -> OffloadPlan:
-    return plan_by_knobs(replace(trace, slots=slots), CopySpeed(), config.offload.knobs(), rank)
+        planners.append(Planner(options, rank, count, device))
+    return Offloading(engines, planners, config.graph.warmup)
 
 
 def offload_problems(config: TrainConfig) -> list[str]:

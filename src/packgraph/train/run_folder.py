@@ -26,7 +26,7 @@ CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 SUMMARY = "summary.json"
 CLAIM = ".claim"  # locked by the process that writes the run
-FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard")
+FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard", "offload")
 
 # What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
 # Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
@@ -34,6 +34,9 @@ FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_
                   "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
                   "graph.memory_budget",
                   "graph.strict", "graph.scope", "graph.granularity", "graph.optimizer", "graph.autotune", "data.path",
+                  "offload.modules", "offload.budget", "offload.lost", "offload.fraction", "offload.min_bytes",
+                  "offload.margin", "offload.delta_bytes_per_pp_rank", "offload.in_flight",
+                  "offload.delay_until_replay", "parallel.time_rows",
                   "run.init_from", "parallel.dp", "parallel.cp", "parallel.tp", "parallel.pp", "parallel.chunks",
                   "parallel.sequence")
 

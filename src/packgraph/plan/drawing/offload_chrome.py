@@ -12,11 +12,11 @@ from packgraph.plan.offload.plan import OffloadTrace
 from packgraph.plan.offload.simulate import OffloadTimeline
 
 
-def chrome_trace(ranks: Sequence[tuple[OffloadTrace, OffloadTimeline]]) -> str:
-    """The text of a JSON file; each rank is a process of its own."""
+def chrome_trace(ranks: Sequence[tuple[str, OffloadTrace, OffloadTimeline]]) -> str:
+    """The text of a JSON file; each rank, or chunk of one, is a process of its own, under its name."""
     events: list[dict[str, Any]] = []
-    for rank, (trace, timeline) in enumerate(ranks):
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+    for rank, (name, trace, timeline) in enumerate(ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events += [{"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}}
                    for tid, lane in enumerate(LANES)]
         events += [_event(rank, trace, block) for block in offload_blocks(trace, timeline)]

@@ -8,11 +8,12 @@ from packgraph.plan.memory.budget import shown
 HEADER = ("", "groups", "moved", "peak", "without", "hidden", "exposed", "lost", "to host", "to device")
 
 
-def offload_table(figures: Sequence[OffloadFigures], first_rank: int = 0) -> str:
-    """figures: one per rank, from `first_rank` on. At most 120 columns; ends with a newline."""
+def offload_table(figures: Sequence[tuple[str, OffloadFigures]]) -> str:
+    """figures: of every rank, or of every chunk of it, with its name. At most 120 columns for short ones; ends with a
+    newline."""
     table = [list(HEADER)]
-    for rank, row in enumerate(figures, start=first_rank):
-        table.append([f"rank {rank}", f"{row.moved} of {row.groups}", shown(row.copied), shown(row.peak_bytes),
+    for name, row in figures:
+        table.append([name, f"{row.moved} of {row.groups}", shown(row.copied), shown(row.peak_bytes),
                       shown(row.kept_peak_bytes), f"{row.hidden_us / 1000:.2f} ms", f"{row.exposed_us / 1000:.2f} ms",
                       f"{row.lost:.2%}", _speed(row.copied, row.host_us), _speed(row.copied, row.device_us)])
     return "\n".join([*aligned(table), "moved, hidden, exposed: per microbatch; lost: exposed over compute; peak: all "
