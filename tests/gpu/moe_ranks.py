@@ -7,16 +7,19 @@ gradients must be equal bit for bit, at every one of several routings, eagerly a
 JSON line per rank with what was wrong, and one per dispatcher with the microseconds, of the slowest rank, of its parts.
 Each part is a graph of its own that is replayed again and again, for experts that are drawn alike (`--timed-factor`
 times a balanced load of room); next to them two equal all-to-alls of NCCL of as many rows, replayed as well.
+`--kernels` also prints what single kernels take.
 """
 import argparse
 import json
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from packgraph.moe import pull_kernel
 from packgraph.moe.dispatch import Routing
 from packgraph.moe.dispatchers import make_dispatcher
-from packgraph.moe.symmetric_buffers import SymmetricBuffers
+from packgraph.moe.symmetric_buffers import SymmetricBuffers, meet
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
 
@@ -165,12 +168,43 @@ def measure(mesh, device, options):
                   flush=True)
 
 
+@torch.no_grad()
+def measure_kernels(mesh, device, options):
+    """Microseconds of what a dispatch and a combine over symmetric memory consist of, for several tiles of the two
+    kernels that read from peers. What they read means nothing; where and how much is that of a balanced routing."""
+    group, ranks, pairs = mesh.group("ep"), mesh.size("ep"), options.tokens * options.places
+    dispatcher = make("symmetric", group, ranks, options.timed_factor, pairs, device)
+    buffers, rows = dispatcher.buffers, dispatcher.room(pairs)
+    generator = torch.Generator(device).manual_seed(mesh.rank)
+    experts = torch.rand(options.tokens, EXPERTS, generator=generator, device=device).topk(options.places).indices.int()
+    plan = dispatcher.preprocess(Routing(experts, torch.ones(experts.shape, device=device)))
+    x, y = (torch.randn(size, HIDDEN, device=device, dtype=torch.bfloat16) for size in (options.tokens, rows))
+    weights, none = torch.rand(experts.shape, device=device), torch.empty(0, device=device)
+
+    def told(what, run, **more):
+        time = replayed(lambda: run() or ())
+        if mesh.rank == 0:
+            print(json.dumps({"kernel": what, "ranks": ranks, "microseconds": time} | more), flush=True)
+
+    told("barrier", lambda: meet(buffers.memory, buffers.group))
+    told("publish tokens", lambda: pull_kernel.publish(x, weights, buffers.memory, buffers.rows))
+    told("publish rows", lambda: pull_kernel.publish(y, none, buffers.memory, buffers.rows, plan.offsets))
+    for columns, warps in ((512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8)):
+        with mock.patch.multiple(pull_kernel, SPREAD_COLUMNS=columns, COLLECT_COLUMNS=columns, SPREAD_WARPS=warps,
+                                 COLLECT_WARPS=warps):
+            told("spread", lambda: pull_kernel.spread(buffers.peers, plan.row_of_pair, plan.offsets, x, True, rows,
+                                                      buffers.rows, buffers.rank), columns=columns, warps=warps)
+            told("collect", lambda: pull_kernel.collect(buffers.peers, plan.place_of_pair, y, False, rows,
+                                                        buffers.rows), columns=columns, warps=warps)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--places", type=int, default=6)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--timed-factor", type=float, default=1.25)
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--no-symmetric", dest="symmetric", action="store_false")
     options = parser.parse_args()
     launch = Launch.read()
@@ -178,6 +212,8 @@ def main():
     with processes(Layout(ep=launch.world), device, launch) as mesh:
         wrong = check(mesh, device, options)
         measure(mesh, device, options)
+        if options.kernels and options.symmetric:
+            measure_kernels(mesh, device, options)
         assert not wrong, "dispatchers or replays differ"
 
 

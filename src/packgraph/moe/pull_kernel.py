@@ -18,6 +18,7 @@ from packgraph.moe.symmetric_buffers import weights_start
 
 PUBLISHED = 4  # rows of a program
 SPREAD_COLUMNS, COLLECT_COLUMNS = 2048, 1024
+SPREAD_WARPS, COLLECT_WARPS = 4, 4
 LOCATED = 1024
 
 
@@ -103,7 +104,7 @@ def spread(peers: Tensor, row_of_pair: Tensor, offsets: Tensor, like: Tensor, we
     _spread[(max(tokens, rows), triton.cdiv(width, columns))](
         peers, row_of_pair, offsets[-1:], values, weights, tokens // ranks, rows, width,
         weights_start(room, width, like.dtype), rank, RANKS=ranks, PLACES=places,
-        PADDED=triton.next_power_of_2(places), WEIGHTED=weighted, COLUMNS=columns)
+        PADDED=triton.next_power_of_2(places), WEIGHTED=weighted, COLUMNS=columns, num_warps=SPREAD_WARPS)
     return values, weights
 
 
@@ -144,7 +145,7 @@ def collect(peers: Tensor, place_of_pair: Tensor, like: Tensor, weighted: bool, 
     columns = min(COLLECT_COLUMNS, triton.next_power_of_2(width))
     _collect[(tokens, triton.cdiv(width, columns))](
         peers, place_of_pair, sums, weights, rows, width, weights_start(room, width, like.dtype), PLACES=places,
-        PADDED=triton.next_power_of_2(places), WEIGHTED=weighted, COLUMNS=columns)
+        PADDED=triton.next_power_of_2(places), WEIGHTED=weighted, COLUMNS=columns, num_warps=COLLECT_WARPS)
     return sums, weights
 
 
