@@ -1,5 +1,6 @@
 """`packgraph bench offload`: a row for each way, plans that are followed, and the search for what fits."""
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ import torch
 from packgraph.bench.command import bench
 from packgraph.bench.copies import copy_ceiling, copy_times
 from packgraph.bench.offload import _search
+from packgraph.bench.timing import Deadline
 from packgraph.plan.offload.plan import CopySpeed
 
 
@@ -22,11 +24,33 @@ def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
     assert planned["lost"] <= 0.5 and planned["pool_bytes"] < kept["pool_bytes"] and kept["pool_ratio"] == 1.0
 
 
+    assert planned["fell_bytes"] == kept["pool_bytes"] - planned["pool_bytes"] > 0
+
+
 @pytest.mark.parametrize("most", [0, 1, 2, 5, 63, 64])
-def test_the_largest_number_that_fits_is_found(most):
+@pytest.mark.parametrize("known", [0, 1, 5])
+def test_the_largest_number_that_fits_is_found(most, known):
+    asked, known = [], min(known, most)
+    assert _search(lambda number: asked.append(number) or number <= most, known) == (most, True)
+    assert len(set(asked)) == len(asked) <= 15 and known not in asked
+
+
+@pytest.mark.parametrize(("asks", "good"), [(0, 2), (1, 4), (3, 16), (4, 16), (5, 24)])
+def test_what_is_known_when_the_time_is_up_is_told(asks, good):
+    """4, 8 and 16 fit, 32 does not, 24 fits, 28 does not."""
     asked = []
-    assert _search(lambda number: asked.append(number) or number <= most) == most
-    assert len(set(asked)) == len(asked) <= 15
+    assert _search(lambda number: None if len(asked) == asks else asked.append(number) or number <= 27, 2) == (
+        good, False)
+
+
+def test_a_search_that_runs_out_of_time_says_at_least(capsys):
+    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --largest 32"
+    passed = iter([False] * 4)
+    with mock.patch.object(Deadline, "passed", lambda self: next(passed, True) if self.seconds else False):
+        assert bench([*words.split(), "--seconds", "1000"]) == 0
+    *_, kept, moved = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert kept["way"] == "kept, largest" and kept["tokens"] == 32
+    assert kept["reason"].startswith("at least so many tokens") and "not measured" in moved["reason"]
 
 
 def test_a_cpu_has_no_copies_to_time():

@@ -7,7 +7,8 @@
 Each way runs by itself: forward and backward of one microbatch at a time, by one graph each. Bytes are those of the
 graphs' pool and of everything held at the peak, parameters and gradients left out. The copies' speed comes from a
 profile of one more replay, their ceiling from plain copies of pinned memory. With --largest the most tokens are looked
-for with which the first and the second way still run; with --draw FOLDER plans are drawn as SVG and as Chrome traces.
+for with which the first and the second way still run, from the most that were measured on; what is known when the time
+is up is told as "at least". With --draw FOLDER plans are drawn as SVG and as Chrome traces.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,7 +44,8 @@ COLUMNS: list[Column] = [
     ("pool GiB", gibibytes("pool_bytes")), ("of kept", value("pool_ratio", ".3f")),
     ("peak GiB", gibibytes("peak_bytes")), ("moved GiB", gibibytes("moved_bytes")),
     ("host GiB", gibibytes("host_bytes")),
-    ("plan: saved GiB", gibibytes("planned_saved_bytes")), ("plan: exposed ms", value("exposed_ms", ".2f")),
+    ("fell GiB", gibibytes("fell_bytes")), ("plan: saved GiB", gibibytes("planned_saved_bytes")),
+    ("plan: exposed ms", value("exposed_ms", ".2f")),
     ("out GB/s", value("out_gb_s", ".1f")), ("ceiling", value("out_ceiling_gb_s", ".1f")),
     ("back GB/s", value("back_gb_s", ".1f")), ("ceiling", value("back_ceiling_gb_s", ".1f"))]
 
@@ -82,7 +84,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
     """One row for each way at each number of tokens, then for the largest numbers."""
     model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
     zero_gradients([model])
-    speed = copy_ceiling(device)
+    speed, known = copy_ceiling(device), dict.fromkeys(OFFLOAD_WAYS, 0)
     for tokens in options.tokens:
         kept: Row | None = None
         for way in OFFLOAD_WAYS:
@@ -90,11 +92,16 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
                 found, reason = attempt_alone(partial(_measure, options, model, device, tokens, way, speed), deadline)
             free_unused(device)
             kept = kept or found
+            known[way] = max(known[way], tokens if found else 0)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
     if options.largest:
         for way in OFFLOAD_WAYS[:2]:
-            most, reason = attempt_alone(partial(_most_tokens, options, model, device, way, speed, deadline), deadline)
-            rows.add(_identity(options, model, most or 0, f"{way}, largest", reason) | {"figures": {}})
+            work = partial(_most_tokens, options, model, device, way, speed, deadline, known[way])
+            most, reason = attempt_alone(work, deadline)
+            tokens, exact = most or (known[way], False)
+            if most and not exact:
+                reason = f"at least so many tokens: {deadline.reason}"
+            rows.add(_identity(options, model, tokens, f"{way}, largest", reason) | {"figures": {}})
 
 
 def _identity(options: OffloadOptions, model: DecoderStack, tokens: int, way: str, reason: str | None) -> Row:
@@ -106,8 +113,9 @@ def _identity(options: OffloadOptions, model: DecoderStack, tokens: int, way: st
 def _ratios(found: Row | None, kept: Row | None) -> Row:
     if found is None or kept is None:
         return {}
+    which = "pool_bytes" if found["peak_bytes"] is None else "peak_bytes"
     return {"time_ratio": round(found["figures"]["ms"]["median"] / kept["figures"]["ms"]["median"], 5),
-            "pool_ratio": round(found["pool_bytes"] / kept["pool_bytes"], 4)}
+            "pool_ratio": round(found["pool_bytes"] / kept["pool_bytes"], 4), "fell_bytes": kept[which] - found[which]}
 
 
 class _Run:
@@ -218,28 +226,34 @@ def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, t
 
 
 def _most_tokens(options: OffloadOptions, model: DecoderStack, device: torch.device, way: str, speed: CopySpeed,
-                 deadline: Deadline) -> int:
-    """The most tokens, in steps of `options.largest`, that run. Doubles first, then halves what is between."""
-    def fits(steps: int) -> bool:
+                 deadline: Deadline, known: int) -> tuple[int, bool]:
+    """The most tokens, in steps of `options.largest`, that run, and whether more do not. known: tokens that run."""
+    def fits(steps: int) -> bool | None:
         tokens = steps * options.largest
-        found, reason = attempt_alone(partial(_runs, options, model, device, tokens, way, speed), deadline)
+        if deadline.passed():
+            return None
+        found, reason = attempt_alone(partial(_runs, options, model, device, tokens, way, speed), Deadline(None))
         free_unused(device)
         if found is None and not any(text in (reason or "") for text in OUT_OF_MEMORY):
             raise RuntimeError(f"at {tokens} tokens: {reason}")
         return found is not None
 
-    return options.largest * _search(fits)
+    steps, exact = _search(fits, known // options.largest)
+    return options.largest * steps, exact
 
 
-def _search(fits: Callable[[int], bool]) -> int:
-    """The largest number for which `fits`, 0 if it does not fit 1; what fits a number fits all smaller ones."""
-    good, bad = 0, 1
-    while fits(bad):
+def _search(fits: Callable[[int], bool | None], good: int = 0) -> tuple[int, bool]:
+    """The largest number for which `fits`, 0 if it does not fit 1, and whether that is sure; what fits a number fits
+    all smaller ones. fits: None where there is no time to find out. good: a number that fits. Doubles first, then
+    halves what is between."""
+    bad = max(1, 2 * good)
+    while (found := fits(bad)):
         good, bad = bad, 2 * bad
-    while bad - good > 1:
+    while found is not None and bad - good > 1:
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+        found = fits(middle)
+        good, bad = (middle, bad) if found else (good, middle)
+    return good, found is not None
 
 
 def _runs(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str, speed: CopySpeed
