@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pullkit import NAN, Peers, draw_experts
 
 from packgraph.moe.pull_naive import naive_from_experts, naive_plans, naive_to_experts
 from packgraph.moe.pull_plan import locate
@@ -17,7 +18,6 @@ from packgraph.ops.loss import HAS_TRITON
 
 INSIDE = "TRITON_INTERPRET"
 inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
-NAN = float("nan")
 
 
 def same(ours, theirs):
@@ -43,40 +43,17 @@ def test_room_is_for_whatever_comes_and_no_more():
     assert weights_start(8, 5, torch.float32) == 160
 
 
-def case(ranks, tokens, places, count, kind):
-    """experts [ranks, T, k] of some kind of mixture."""
-    if kind == "mixed":
-        return torch.randint(-1, count, (ranks, tokens, places), dtype=torch.int32)
-    return torch.full((ranks, tokens, places), -1 if kind == "padding" else count - 1, dtype=torch.int32)
-
-
 @inside
 @pytest.mark.parametrize(("ranks", "tokens", "places", "count", "rows"), [
     (1, 3, 2, 4, 8), (4, 300, 2, 64, 500), (3, 7, 8, 9, 60)], ids=str)
 @pytest.mark.parametrize("kind", ["mixed", "padding", "one"])
 def test_tables_of_the_plan_equal_the_operations(ranks, tokens, places, count, rows, kind):
     from packgraph.moe import pull_kernel
-    everyone = case(ranks, tokens, places, count, kind).flatten(0, 1)
+    everyone = draw_experts(ranks, tokens, places, count, kind).flatten(0, 1)
     ordered = plan_rows(everyone, count, everyone.numel())
     for rank in range(ranks):
         found = pull_kernel.locate(everyone, ordered.row_of_pair, ordered.offsets, ranks, rank, rows)
         assert same(found, locate(everyone, ordered, ranks, rank, rows))
-
-
-class Peers:
-    """Ranks in one process: a memory for each, full of what means nothing, and the table of their addresses."""
-
-    def __init__(self, ranks, room, width, dtype):
-        self.room = room
-        self.memories = [torch.empty(bytes_for(room, width, dtype), dtype=torch.uint8) for _ in range(ranks)]
-        for memory in self.memories:
-            memory.view(torch.float32 if memory.numel() % 4 == 0 else torch.uint8).fill_(NAN)
-        self.table = torch.tensor([memory.data_ptr() for memory in self.memories])
-
-    def publish(self, values, weights, plans=None):
-        from packgraph.moe.pull_kernel import publish
-        for rank, (rows, of_rows) in enumerate(zip(values, weights, strict=True)):
-            publish(rows, of_rows, self.memories[rank], self.room, plans and plans[rank].offsets)
 
 
 @inside
@@ -91,7 +68,7 @@ def test_moves_equal_the_loops(ranks, tokens, places, count, width, kind, factor
     monkeypatch.setattr(pull_kernel, "SPREAD_COLUMNS", 32)
     monkeypatch.setattr(pull_kernel, "COLLECT_COLUMNS", 16)
     rows = rows_for(tokens * places, factor, ranks)
-    experts = case(ranks, tokens, places, count, kind)
+    experts = draw_experts(ranks, tokens, places, count, kind)
     plans = naive_plans(list(experts), count, rows)
     x = [torch.randn(tokens, width).to(dtype).requires_grad_() for _ in range(ranks)]
     weights = [torch.rand(tokens, places, requires_grad=True) for _ in range(ranks)]
