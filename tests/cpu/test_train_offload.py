@@ -97,8 +97,11 @@ def test_what_cannot_be_offloaded_is_refused_with_all_reasons():
                      parallel=ParallelConfig(expert_stash=1.1))
     found = " | ".join(disagreements(config, "cpu"))
     for reason in ("attn_proj needs core_attn", "did you mean 'mlp_act'", "expert_fc1 is in the stash",
-                   "attn_norm saves a hidden state that a region takes in"):
+                   "attn_norm saves a hidden state that a region takes in or hands on (layers 0, 1)"):
         assert reason in found
+    nothing = disagreements(replace(config, offload=OffloadConfig(lost=0.01), parallel=ParallelConfig()), "cpu")
+    assert nothing == ["offload.lost says how much may move, and offload.modules says nothing may: name modules, such "
+                       "as qkv_linear,core_attn,mlp_act"]
     with pytest.raises(ValueError, match="fraction must be 0 to 1"):
         OffloadConfig(fraction=2.0)
 

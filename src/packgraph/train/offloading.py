@@ -12,6 +12,7 @@ import torch
 
 from packgraph.graphs.choose import make_lanes
 from packgraph.models.chunks import ModelChunks
+from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import named_stages
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload
@@ -23,6 +24,7 @@ from packgraph.plan.offload.rules import why_not
 from packgraph.plan.offload.search import plan_for_bytes, plan_for_time
 from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.plan.regions import Run, cut_runs, scope_errors
+from packgraph.plan.stages import Stage
 from packgraph.train.config import ConfigError
 from packgraph.train.executor import Executor
 from packgraph.train.offload_options import OffloadConfig
@@ -116,8 +118,10 @@ def offload_problems(config: TrainConfig) -> list[str]:
     """All reasons why what `config.offload` asks for cannot be."""
     options, graph = config.offload, config.graph
     if not options.modules:
-        return []
-    stages = named_stages(config.model)
+        wishes = [name for name in ("budget", "lost") if getattr(options, name) is not None]
+        return [f"offload.{name} says how much may move, and offload.modules says nothing may: name modules, such as "
+                "qkv_linear,core_attn,mlp_act" for name in wishes]
+    stages = _every_stage(config.model)
     granularity = "chunk" if graph.granularity == "step" else graph.granularity
     if not graph.enabled or granularity == "step" or scope_errors(stages, graph.scope, granularity):
         runs: Sequence[Run] = [Run(0, len(stages), False)]
@@ -125,3 +129,16 @@ def offload_problems(config: TrainConfig) -> list[str]:
         runs = cut_runs(stages, graph.scope, granularity)
     found = why_not(options.modules, stages, runs, stashed=config.parallel.expert_stash > 0)
     return [f"offload.modules: {problem}" for problem in found]
+
+
+def _every_stage(model: DecoderConfig) -> Sequence[Stage]:
+    """The stages of all layers of a decoder, without its weights."""
+    named = named_stages(model)  # of one layer of each kind
+    of_kind: dict[tuple[str, ...], list[Stage]] = {}
+    for stage in named:
+        if 0 <= stage.layer < model.num_layers:
+            of_kind.setdefault(model.branches(stage.layer), []).append(stage)
+    inner = [replace(stage, layer=layer) for layer in range(model.num_layers)
+             for stage in of_kind[model.branches(layer)]]
+    return [*(stage for stage in named if stage.layer < 0), *inner,
+            *(stage for stage in named if stage.layer >= model.num_layers)]
