@@ -61,6 +61,8 @@ for tokens in 4096 1024; do
     bench 40 --tokens $tokens --rounds 4 --ways host-splits compile transformers transformers+compile partial+compile
 done
 bench 40 --tokens 16384 --rounds 4 --ways host-splits chunk partial chunk+stash reduce-overhead --together 3
+# Memory: experts of all layers with room for twice the rows that are routed, against eager with exactly these.
+bench 60 --tokens 4096 --layers 26 --room 2 --rounds 3 --ways host-splits chunk+stash chunk chunk+compile+stash --together 2
 ((FAILED == 0)) || echo "something is wrong: see $OUT/h200_moe_tests.log and rows with ok: false or error in" \
     "$OUT/h200_moe_pieces.jsonl" >&2
 exit $FAILED

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from packgraph import cli
 from packgraph.bench.command import _parser, _problems
+from packgraph.bench.expert_memory import RoomyDispatcher, kept_columns
 from packgraph.bench.flops import model_flops
 from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.models import SHAPES, draw_batches, refit, shape, squared_gradients, zero_gradients
@@ -27,6 +28,7 @@ from packgraph.bench.ways import STEP_WAYS, Graphed, Recorded, Setting, Way, roo
 from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
+from packgraph.moe.dispatch import LocalDispatcher, Routing
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -72,7 +74,7 @@ def expected() -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize(("part", "name"), [
-    *(("layers", name) for name in (*EXACT, "chunk+compile", "compile")),
+    *(("layers", name) for name in (*EXACT, "chunk+compile", "compile", "chunk+compile+stash")),
     ("model", "partial"), ("model", "chunk+stash")])
 def test_ways_compute_what_eager_does(expected: dict[str, Any], part: str, name: str) -> None:
     model, draws, setting = make(part)
@@ -176,14 +178,33 @@ def test_bench_moe_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_rows_of_experts_say_what_a_stash_takes() -> None:
-    options = StepOptions("moonlight-tiny", 1, (32,), ("host-splits", "chunk+stash"), rounds=1, calls=1, mean=8.0,
-                          sigma=0.8, part="layers", compiler="aot_eager")
+    """With room for twice the rows everything static takes twice of what is balanced; a stash one layer more."""
+    options = StepOptions("moonlight-tiny", 2, (32,), ("host-splits", "chunk", "chunk+stash"), rounds=1, calls=1,
+                          mean=8.0, sigma=0.8, part="layers", room=2.0)
     rows = Rows(facts(CPU, "abc123"), write=False)
     bench_step(options, CPU, rows, Deadline(None))
     for row in rows.all:
         json.dumps(row)
-        assert row["reason"] is None and row["agrees"]
-    assert rows.all[1]["stash_bytes"] > 0 and rows.all[1]["stash_pages"] == 1
+        assert row["reason"] is None and row["loss_difference"] == 0.0 and row["room"] == 2.0
+    exact, static, stashed = rows.all
+    assert stashed["stash_bytes"] > 0 and stashed["stash_pages"] > 0 and stashed["peak_ratio"] is None  # on a CPU
+    assert exact["expert_ratio"] == 1.0 and static["expert_bytes"] == 2 * exact["expert_bytes"]
+    assert stashed["slot_bytes"] == stashed["stash_bytes"] + stashed["pool_bytes"]
+    assert static["pool_bytes"] > stashed["pool_bytes"]
+    one_layer = static["expert_bytes"] // 2
+    trash = 4 * 2 * sum(width for _, width in kept_columns(SHAPES["moonlight-tiny"], torch.float32))
+    assert stashed["expert_bytes"] == pytest.approx(stashed["stash_bytes"] + one_layer, abs=trash)
+
+
+def test_rows_without_documents_to_route_are_empty() -> None:
+    """The experts' rows of a model with room, and what they compute, are those of one without."""
+    routing = Routing(torch.tensor([[1, 0], [-1, -1], [2, 1]], dtype=torch.int32), torch.rand(3, 2))
+    x, (roomy, plain) = torch.randn(3, 4), (RoomyDispatcher(3, 1.5), LocalDispatcher(3))
+    (rows, plan), (expected, other) = ((d.dispatch(x, routing, plan), plan) for d in (roomy, plain)
+                                       for plan in [d.preprocess(routing)])
+    assert rows.values.shape == (9, 4) and torch.equal(rows.values[:6], expected.values)
+    assert torch.equal(rows.offsets, expected.offsets) and not rows.values[4:].any()
+    assert torch.equal(roomy.combine(rows.values, plan), plain.combine(expected.values, other))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")

@@ -14,6 +14,7 @@ from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
 from packgraph.bench.context import ContextOptions, bench_context
 from packgraph.bench.context_way import CONTEXT_WAYS, USUAL_WAYS
 from packgraph.bench.distributions import DISTRIBUTIONS
+from packgraph.bench.expert_memory import COLUMNS as EXPERT_COLUMNS
 from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
 from packgraph.bench.memory import MemoryOptions, bench_memory
 from packgraph.bench.models import SHAPES, shape
@@ -82,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     _step_options(add("step", "forward and backward of one microbatch", _step), STEP_WAYS, [KILO, 2 * KILO, 4 * KILO])
     moe = add("moe", "as step, with the defaults and ways of layers with experts (host-splits, partial, stash)", _step)
     _step_options(moe, MOE_WAYS, [KILO, 4 * KILO, 16 * KILO], ("moonlight", "moonlight-tiny"), "layers")
+    moe.add_argument("--room", type=float, default=1.0, metavar="F", help="rows that experts of static shapes have, "
+                     "over those that are routed: what a rank of several needs for an uneven load (default: 1)")
     pipeline = add("pipeline", "a whole step of a pipeline, under torchrun", _pipeline)
     _work_options(pipeline, [KILO], documents=64)
     _contest_options(pipeline, PIPELINE_WAYS, rounds=12)
@@ -216,6 +219,8 @@ def _problems(asked: argparse.Namespace) -> list[str]:
         found.append(f"--seconds must be positive, got {asked.seconds:g}")
     if given.get("ways") and len(set(asked.ways)) < len(asked.ways):
         found.append(f"--ways names a way twice: {' '.join(asked.ways)}")
+    if given.get("room", 1.0) < 1:
+        found.append(f"--room must be at least 1, got {asked.room:g}")
     if given.get("together") == 1:
         found.append("--together must be at least 2: every way is compared with the first one")
     if given.get("device", "auto") not in ("auto", "cpu", "cuda"):
@@ -244,9 +249,11 @@ def _step(asked: argparse.Namespace) -> int:
     device = choose_device(asked.device)
     rows = Rows(facts(device, asked.commit), asked.out)
     options = StepOptions(**_shared(  # type: ignore[arg-type]
-        asked, device, "layers", "ways", "rounds", "calls", "part", "documents", "buckets", "attention", "together"))
+        asked, device, "layers", "ways", "rounds", "calls", "part", "documents", "buckets", "attention", "together"),
+        **({"room": asked.room} if asked.benchmark == "moe" else {}))
+    columns = [*STEP_COLUMNS, *EXPERT_COLUMNS] if asked.benchmark == "moe" else STEP_COLUMNS
     return _finish(rows, lambda: bench_step(options, device, rows, Deadline(asked.seconds)), f"bench {asked.benchmark}",
-                   STEP_COLUMNS)
+                   columns)
 
 
 def _attention(asked: argparse.Namespace) -> int:

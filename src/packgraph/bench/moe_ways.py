@@ -5,8 +5,8 @@
     chunk+stash     one graph of everything; what experts keep for the backward lies in pages, live rows only
     transformers    its own layers, eagerly; transformers+compile: each under torch.compile
 
-`partial+compile`: compiled code in these graphs. Which shape a way gets its documents in: host-splits and transformers
-as eager, the others as chunk.
+`partial+compile`, `chunk+compile+stash`: compiled code in these graphs. Which shape a way gets its documents in:
+host-splits and transformers as eager, the others as chunk.
 """
 from typing import Any
 
@@ -26,9 +26,10 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stash import pages_for
 
-EXPERT_WAYS = ("host-splits", "partial", "partial+compile", "chunk+stash", "transformers", "transformers+compile")
-MOE_WAYS = ("host-splits", "chunk+compile", "chunk", "eager", "partial", "reduce-overhead", "chunk+stash", "compile",
-            "partial+compile", "transformers", "transformers+compile")
+EXPERT_WAYS = ("host-splits", "partial", "partial+compile", "chunk+stash", "chunk+compile+stash", "transformers",
+               "transformers+compile")
+MOE_WAYS = ("host-splits", "chunk+compile", "chunk", "eager", "partial", "reduce-overhead", "chunk+stash",
+            "chunk+compile+stash", "compile", "partial+compile", "transformers", "transformers+compile")
 PARTIAL = ("attn", "moe_router", "moe_preprocess")
 
 
@@ -50,7 +51,7 @@ def make_expert_way(name: str, setting: Setting) -> Way:
         return Graphed(name, work, (setting.capacity,), "layer", compile=setting.compiler if form else False,
                        scope=partial_scope(model.config))
     if kind == "chunk":
-        return Stashed(name, work, setting.capacity)
+        return Stashed(name, work, setting.capacity, setting.compiler if "compile" in form else False)
     stack = transformers_stack(model, setting.compiler if form else None)
     return Compiled(name, setting.work.by(stack), (), stack)
 
@@ -64,11 +65,11 @@ def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
 class Stashed(Graphed):
     """Graphs whose experts keep live rows in pages of one pool, as many as the capacity can need."""
 
-    def __init__(self, name: str, work: Work, capacity: Capacity) -> None:
+    def __init__(self, name: str, work: Work, capacity: Capacity, compile: bool | str = False) -> None:
         assert isinstance(work.model, DecoderStack)
         self.blocks = moe_blocks([work.model])
         self.stash = share_stash(self.blocks, work.config, capacity)
-        super().__init__(name, work, (capacity,), "chunk", compile=False)
+        super().__init__(name, work, (capacity,), "chunk", compile)
 
     def run(self, batch: PackedBatch) -> Tensor:
         self.stash.reset()  # as at the beginning of a step

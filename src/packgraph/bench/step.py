@@ -18,6 +18,7 @@ import torch
 from packgraph.bench.bucket_choice import bucket_request, planned_buckets
 from packgraph.bench.busy import busy_time
 from packgraph.bench.contest import Check, Contest, Sample, agreement, attempt_alone, groups
+from packgraph.bench.expert_memory import expert_memory, give_rows, measured_memory
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared_gradients, zero_gradients
 from packgraph.bench.moe_ways import make_expert_way
@@ -47,7 +48,8 @@ class StepOptions:
 
     part: `model`, or its `layers` alone. documents: places in the capacity of ways that have one; None for the most
     that occur. buckets: at most so many for `auto`. attention: `own`, or the backend of all ways. together: ways that
-    are measured side by side, None for all. compiler: of ways that compile.
+    are measured side by side, None for all. compiler: of ways that compile. room: rows of experts that are not exactly
+    what is routed, over that.
     """
 
     model: str
@@ -65,12 +67,14 @@ class StepOptions:
     attention: str = "own"
     together: int | None = None
     compiler: str = "inductor"
+    room: float = 1.0
 
 
 def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline: Deadline) -> None:
     """Measure everything in `options`; one row per number of tokens and way."""
     model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
     zero_gradients([model])
+    give_rows(model, options.room)
     for tokens in options.tokens:
         bench = _StepBench(options, tokens, model, device, deadline)
         for number, names in enumerate(groups(options.ways, options.together)):
@@ -145,6 +149,9 @@ class _StepBench:
         row["mfu"] = round(statistics.median(
             peak_share(sample.flops, sample.times["device_ms"]) for sample in samples), 5) if samples and \
             self.device.type == "cuda" else None
+        if self.model.config.experts.enabled:
+            row |= {"room": options.room} | measured_memory(row, contest.extras[contest.names[0]]) | expert_memory(
+                name, self.model.config, self.setting.capacity, options.room, dtype_on(self.device))
         return row | {"mfu_peak_tflops": PEAK_TFLOPS}
 
     def _prepare(self, contest: Contest, ways: dict[str, Way], name: str) -> None:

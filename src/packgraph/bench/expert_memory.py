@@ -1,0 +1,73 @@
+"""What experts keep from forward to backward of one microbatch, by the ways of running them; and room for more rows.
+
+    balanced    layers x n rows                            eager with exactly the rows that are routed (host-splits)
+    static      layers x R rows, R = room x n              graphs, and eager calls, with room for an uneven load
+    stash       layers x n rows in pages, and R rows       of the layer that runs
+
+One process has all experts, so its load is always balanced: n = T * k. Room says what a rank of several would have to
+hold free for a load that is not (the capacity factor): at `room` 2 a stash may take 1.1 times what is balanced. These
+figures follow from shapes (`plan/stash.py`); what is measured, peak_bytes of a whole microbatch, is beside them, and
+slot_bytes: what graphs hold between microbatches, pages among it.
+"""
+import math
+
+import torch
+
+from packgraph.bench.rows import Column, Row, gibibytes, value
+from packgraph.models.config import DecoderConfig
+from packgraph.models.layers.moe import moe_blocks
+from packgraph.models.sizes import expert_columns
+from packgraph.moe.dispatch import LocalDispatcher, Routing
+from packgraph.moe.rows import RowPlan, plan_rows
+from packgraph.packing.capacity import Capacity
+from packgraph.plan.stash import stash_memory
+
+COLUMNS: list[Column] = [
+    ("of first", value("peak_ratio", ".3f")), ("slots GiB", gibibytes("slot_bytes")),
+    ("experts GiB", gibibytes("expert_bytes")), ("of balanced", value("expert_ratio", ".3f"))]
+
+
+class RoomyDispatcher(LocalDispatcher):
+    """The local dispatcher with `room` times as many rows as there are pairs: those behind are empty."""
+
+    def __init__(self, num_experts: int, room: float) -> None:
+        super().__init__(num_experts)
+        self.room = room
+
+    def preprocess(self, routing: Routing) -> RowPlan:
+        """The plan of rows; no host sync."""
+        return plan_rows(routing.experts, self.num_experts, math.ceil(self.room * routing.experts.numel()))
+
+
+def give_rows(model: torch.nn.Module, room: float) -> None:
+    """Let all layers with experts have `room` times the rows that they need, 1 or more."""
+    for block in moe_blocks([model]) if room > 1 else ():
+        block.dispatcher = RoomyDispatcher(block.settings.count, room)
+
+
+def kept_columns(config: DecoderConfig, dtype: torch.dtype) -> dict[tuple[torch.dtype, int], int]:
+    """What a layer's experts keep: rows of tokens, and rows before the activation; tensors by dtype and width."""
+    columns: dict[tuple[torch.dtype, int], int] = {}
+    for width in (config.hidden_size, expert_columns(config)):
+        columns[dtype, width] = columns.get((dtype, width), 0) + 1
+    return columns
+
+
+def expert_memory(way: str, config: DecoderConfig, capacity: Capacity, room: float, dtype: torch.dtype) -> Row:
+    """expert_bytes of one microbatch that fills `capacity`, and their ratio to balanced eager's. None for layers that
+    are not ours."""
+    if way.startswith("transformers"):
+        return {"expert_bytes": None, "expert_ratio": None}
+    columns = {(str(kind).removeprefix("torch."), width): count
+               for (kind, width), count in kept_columns(config, dtype).items()}
+    found = stash_memory(columns, capacity.tokens, config.experts.per_token, config.count("moe"), 1, room, factor=1.0)
+    exact = way == "host-splits"
+    nbytes = found.total if way.endswith("+stash") else found.balanced if exact else found.worst
+    return {"expert_bytes": nbytes, "expert_ratio": round(nbytes / found.balanced, 4)}
+
+
+def measured_memory(row: Row, first: Row) -> Row:
+    """slot_bytes, and peak_ratio against the first way's peak, where they are known."""
+    pool, peak, other = row.get("pool_bytes"), row.get("peak_bytes"), first.get("peak_bytes")
+    return {"slot_bytes": None if pool is None else pool + row.get("stash_bytes", 0),
+            "peak_ratio": round(peak / other, 4) if peak and other else None}
