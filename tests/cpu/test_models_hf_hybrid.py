@@ -43,6 +43,8 @@ SHAPES = {
     "nemotron_h, experts in groups, weights not normalised, blocks of all kinds": dataclasses.replace(
         NEMOTRON3, pattern="M*E-", experts=dataclasses.replace(
             NEMOTRON3.experts, groups=4, groups_kept=2, per_token=2, shared=1, normalise=False)),
+    "nemotron_h, experts of another width": dataclasses.replace(
+        NEMOTRON3, experts=dataclasses.replace(NEMOTRON3.experts, latent_size=10)),
     "bamba": BAMBA,
     "bamba, biases": dataclasses.replace(BAMBA, attention_bias=True, mamba=dataclasses.replace(
         WIDE, bias=True, conv_bias=False)),
@@ -130,7 +132,7 @@ def test_older_names_of_layers_and_tensors_are_read(tmp_path):
     (BAMBA, {"time_step_limit": [0.0]}, r"time_step_limit is \[0.0\], not two numbers"),
     (MAMBA2, {"hidden_act": "gelu", "state_size": "5"}, "state_size is '5', not int; hidden_act is 'gelu'"),
     (NEMOTRON, {"layers_block_type": ["moe"]}, "no Mamba-2 layers; moe_shared_expert.* is 0, no multiple of"),
-    (NEMOTRON3, {"moe_latent_size": 4}, "moe_latent_size is 4, only None is known"),
+    (NEMOTRON3, {"moe_latent_size": 4.5}, "moe_latent_size is 4.5, not int"),
     (NEMOTRON3, {"moe_shared_expert_intermediate_size": 7}, "_size is 7, no multiple of moe_intermediate_size 6"),
     (NEMOTRON, {"layers_block_type": ["gdn", "mlp"]}, "layers_block_type has gdn; known are linear_attention"),
     (NEMOTRON, {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "makes no sense from layer 1"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mambakit import CHUNK, MAMBA, hybrid, naive_mixer, random_hybrid, with_bias
+from mambakit import CHUNK, EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid, with_bias
 from model_batches import hand_batch, random_documents
 
 from packgraph.diagnose.matrix import random_packs, tiny_hybrid_config
@@ -140,7 +140,8 @@ def test_graphs_equal_eager_bitwise(granularity, scope):
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 def test_every_scope_with_mamba_is_bitwise_eager(granularity):
     """Alone and with any other stages; feed-forward blocks and experts without gates, dropout."""
-    config = hybrid("M*-E", num_layers=4, dropout=0.1, rotary_share=0.0, activation="relu2")
+    config = hybrid("M*-E", num_layers=4, dropout=0.1, rotary_share=0.0, activation="relu2",
+                    experts=dataclasses.replace(EXPERTS, latent_size=12))
     packs = list(batches(4))
     torch.manual_seed(3)
     state, eager = torch.get_rng_state(), DecoderModel(config, seed=1)

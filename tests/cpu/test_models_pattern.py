@@ -75,11 +75,12 @@ def test_illegal_shapes_of_mamba_are_named_at_once():
         MambaConfig(num_heads=6, groups=4, chunk=0)
 
 
-@pytest.mark.parametrize("pattern", ["M-M*-E", "(M-)(*E)", "M", "ME*"])
-def test_sizes_are_those_of_the_parameters(pattern):
+@pytest.mark.parametrize(("pattern", "activation", "latent"), [
+    ("M-M*-E", "swiglu", 0), ("(M-)(*E)", "relu2", 0), ("M", "swiglu", 0), ("ME*", "relu2", 12), ("(*E)", "swiglu", 6)])
+def test_sizes_are_those_of_the_parameters(pattern, activation, latent):
     config = dataclasses.replace(
-        HYBRID, pattern=pattern, mamba=MAMBA if "M" in pattern else MambaConfig(),
-        experts=EXPERTS if "E" in pattern else ExpertConfig())
+        HYBRID, pattern=pattern, activation=activation, mamba=MAMBA if "M" in pattern else MambaConfig(),
+        experts=dataclasses.replace(EXPERTS, latent_size=latent) if "E" in pattern else ExpertConfig())
     matrices = 0
     for name, parameter in DecoderModel(config).named_parameters():
         if name.startswith("layers.") and parameter.dim() > 1 and "conv1d" not in name:

@@ -18,10 +18,11 @@ EP4, EP2_EDP2 = Layout(dp=4, ep=4), Layout(dp=4, ep=2)
 PARTLY = ("mamba", "attn", "moe_router")
 
 
-def config(layout, granularity, scope=None, **parallel):
-    """A layer of each kind for each stage, and one of Mamba-2 before them."""
+def config(layout, granularity, scope=None, latent_size=0, **parallel):
+    """A layer of each kind for each stage."""
     made = tiny_hybrid_config("layer", 0.1, 5, scope)
-    model = dataclasses.replace(made.model, num_layers=4 * layout.pp)
+    model = dataclasses.replace(made.model, num_layers=4 * layout.pp, experts=dataclasses.replace(
+        made.model.experts, shared=1, latent_size=latent_size))
     return dataclasses.replace(
         made, model=model, graph=dataclasses.replace(made.graph, granularity=granularity),
         parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, cp=layout.cp, ep=layout.ep,
@@ -33,18 +34,18 @@ def verified(mesh, settings):
                         budget=budget_over(mesh.size("dp")))
 
 
-@pytest.mark.parametrize(("layout", "granularity", "scope", "parallel"), [
-    (EP2, "chunk", None, {}),
+@pytest.mark.parametrize(("layout", "granularity", "scope", "options"), [
+    (EP2, "chunk", None, {"latent_size": 24}),
     pytest.param(EP2, "layer", PARTLY, {"dispatcher": "host_splits"}, marks=pytest.mark.slow),
-    pytest.param(EP2, "layer", None, {"expert_stash": 4.0}, marks=pytest.mark.slow),
+    pytest.param(EP2, "layer", None, {"expert_stash": 4.0, "latent_size": 24}, marks=pytest.mark.slow),
     pytest.param(EP4, "layer", None, {}, marks=pytest.mark.slow),
     pytest.param(EP2_EDP2, "chunk", None, {}, marks=pytest.mark.slow),
     pytest.param(PP2_EP2, "chunk", None, {}, marks=pytest.mark.slow),
     pytest.param(PP2_EP2, "layer", ("mamba", "attn"), {}, marks=pytest.mark.slow),
     pytest.param(CP2_EP2, "chunk", None, {}, marks=pytest.mark.slow),
     pytest.param(CP2_EP2, "layer", PARTLY, {}, marks=pytest.mark.slow)], ids=str)
-def test_hybrids_whose_ranks_share_experts_are_verified(layout, granularity, scope, parallel):
-    settings = config(layout, granularity, scope, **parallel)
+def test_hybrids_whose_ranks_share_experts_are_verified(layout, granularity, scope, options):
+    settings = config(layout, granularity, scope, **options)
     world = layout.dp * layout.pp * layout.cp
     assert not disagreements(settings, "cpu", world=world)
     reports = run_ranks(verified, world, settings, layout=layout, seconds=300.0)

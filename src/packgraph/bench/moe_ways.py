@@ -18,7 +18,7 @@ from packgraph.bench.transformers_layers import transformers_stack
 from packgraph.bench.ways import Compiled, Graphed, Setting, Way, make_way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
-from packgraph.models.sizes import expert_columns
+from packgraph.models.sizes import expert_columns, routed_width
 from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch_host_splits import HostSplitsDispatcher
 from packgraph.moe.stash import Stash
@@ -93,7 +93,7 @@ def share_stash(blocks: list[MoEBlock], config: DecoderConfig, capacity: Capacit
     weight = blocks[0].experts.first_proj
     stash = Stash(weight.device)
     columns: dict[tuple[torch.dtype, int], int] = {}
-    for width in (config.hidden_size, expert_columns(config)):  # rows of tokens; before the activation
+    for width in (routed_width(config), expert_columns(config)):  # rows of tokens; before the activation
         columns[weight.dtype, width] = columns.get((weight.dtype, width), 0) + 1
     pages = pages_for(capacity.tokens, config.experts.per_token, len(blocks), 1, 1.0, stash.page_rows)
     stash.allocate(pages, columns=columns)

@@ -10,6 +10,8 @@ class ExpertConfig:
     count: experts of a layer.
     per_token: experts that each token is routed to (top-k).
     intermediate_size: width of one expert.
+    latent_size: width of the experts' rows, which tokens are brought to before they are sent and from which they come
+        back (Nemotron 3); 0 = the hidden size, and no such projections.
     shared: experts that every token passes, as one block of shared * intermediate_size.
     first_dense: layers before the first one with experts.
     score: what makes scores of the router's logits.
@@ -32,6 +34,7 @@ class ExpertConfig:
     count: int = 0
     per_token: int = 0
     intermediate_size: int = 0
+    latent_size: int = 0
     shared: int = 0
     first_dense: int = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -63,8 +66,8 @@ class ExpertConfig:
 def _illegal(config: ExpertConfig) -> list[str]:
     """Every reason why `config` describes no experts."""
     reasons = [f"{name} is {getattr(config, name)}, must not be negative"
-               for name in ("count", "shared", "first_dense", "bias_rate", "load_loss", "document_loss", "z_loss",
-                            "drop_factor") if getattr(config, name) < 0]
+               for name in ("count", "latent_size", "shared", "first_dense", "bias_rate", "load_loss", "document_loss",
+                            "z_loss", "drop_factor") if getattr(config, name) < 0]
     if config.count <= 0:
         return reasons
     reasons += [f"{name} is {getattr(config, name)}, must be positive"

@@ -46,7 +46,8 @@ QWEN3_MOE = Family(
     MappingProxyType({**_EVERYWHERE, **_NO_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": ()}),
     MappingProxyType({
         **_PLAIN, "qk_norm": True, "experts.score": "softmax", "experts.score_bias": False, "experts.shared": 0,
-        "experts.first_dense": 0, "experts.scaling": 1.0, "experts.groups": 1, "experts.groups_kept": 1}))
+        "experts.first_dense": 0, "experts.scaling": 1.0, "experts.groups": 1, "experts.groups_kept": 1,
+        "experts.latent_size": 0}))
 
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM", "deepseek_v3",
@@ -69,7 +70,7 @@ DEEPSEEK_V3 = Family(
         "experts.groups": Key("n_group", 8, null=1),
         "experts.groups_kept": Key("topk_group", 4, null=1)}),
     MappingProxyType({**_EVERYWHERE, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
-    MappingProxyType({**_PLAIN, "experts.score": "sigmoid", "experts.score_bias": True}))
+    MappingProxyType({**_PLAIN, "experts.score": "sigmoid", "experts.score_bias": True, "experts.latent_size": 0}))
 
 FAMILIES = (QWEN3, QWEN3_MOE, DEEPSEEK_V3, *HYBRIDS)
 RECORDED = ("initializer_range", "max_position_embeddings")  # in a config.json, but no part of what weights compute

@@ -100,7 +100,8 @@ def _write_nemotron(config: DecoderConfig) -> dict[str, Any]:
     names = {branch: name for name, branch in BRANCHES.items()}
     return {"num_hidden_layers": config.num_layers, "layers_block_type": [names[layer[0]] for layer in layers],
             "expand": max(1, config.mamba.inner // config.hidden_size), "n_shared_experts": 1,
-            SHARED_WIDTH: config.experts.shared * config.experts.intermediate_size}
+            SHARED_WIDTH: config.experts.shared * config.experts.intermediate_size,
+            "moe_latent_size": config.experts.latent_size or None}
 
 
 def _refuse_nemotron(config: DecoderConfig) -> list[str]:
@@ -180,13 +181,14 @@ NEMOTRON_H = Family(
         "experts.count": Key("n_routed_experts", 8),
         "experts.per_token": Key("num_experts_per_tok", 2),
         "experts.intermediate_size": Key("moe_intermediate_size", 7688),
+        "experts.latent_size": Key("moe_latent_size", null=0),
         "experts.normalise": Key("norm_topk_prob", True),
         "experts.scaling": Key("routed_scaling_factor", 1.0),
         "experts.groups": Key("n_group", 1),
         "experts.groups_kept": Key("topk_group", 1)}),
     MappingProxyType({"attention_dropout": 0.0, "hidden_dropout": 0.0, "mlp_hidden_act": "relu2",
                       "mamba_hidden_act": "silu", "mlp_bias": False, "mamba_proj_bias": False, "sliding_window": None,
-                      "num_nextn_predict_layers": 0, "moe_latent_size": None}),
+                      "num_nextn_predict_layers": 0}),
     MappingProxyType({"qk_norm": False, "activation": "relu2", "rotary_share": 0.0, "attention_bias": False,
                       "experts.score": "sigmoid", "experts.score_bias": True, "experts.first_dense": 0}),
     rotary=False, complete=_read_nemotron, write=_write_nemotron, refuse=_refuse_nemotron, renamed=_NAMES,

@@ -54,6 +54,11 @@ def head_cost(config: DecoderConfig, tokens: int) -> int:
     return Work(weights, weights).cost(tokens)
 
 
+def routed_width(config: DecoderConfig) -> int:
+    """Columns of a row that is sent to experts."""
+    return config.experts.latent_size or config.hidden_size
+
+
 def expert_columns(config: DecoderConfig) -> int:
     """Columns of a row of experts before the activation."""
     return (_feed_forward_matrices(config) - 1) * config.experts.intermediate_size
@@ -71,9 +76,9 @@ def _feed_forward_matrices(config: DecoderConfig) -> int:
 
 def _expert_weights(config: DecoderConfig, experts: int) -> int:
     """Elements of the router's matrix, and of those of so many experts and the shared ones."""
-    blocks = experts + config.experts.shared
-    matrices = _feed_forward_matrices(config) * config.experts.intermediate_size
-    return config.hidden_size * (config.experts.count + matrices * blocks)
+    settings, columns = config.experts, _feed_forward_matrices(config) * config.experts.intermediate_size
+    always = settings.count + columns * settings.shared + 2 * settings.latent_size
+    return config.hidden_size * always + routed_width(config) * columns * experts
 
 
 def _branch_work(config: DecoderConfig, branch: str) -> Work:

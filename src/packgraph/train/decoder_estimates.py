@@ -6,7 +6,7 @@ numbers are a guide; which buckets are chosen depends on ratios only.
 from dataclasses import dataclass
 
 from packgraph.models.config import DecoderConfig
-from packgraph.models.sizes import head_sizes, token_weights
+from packgraph.models.sizes import head_sizes, routed_width, token_weights
 from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.buckets.cost import CostModel
@@ -89,11 +89,11 @@ def _mamba_columns(model: DecoderConfig) -> float:
 
 
 def _expert_columns(model: DecoderConfig) -> int:
-    """Numbers per token that one layer's experts keep: 4 vectors of every block's width, and 2 of the hidden size for
+    """Numbers per token that one layer's experts keep: 4 vectors of every block's width, and 2 of their rows' width for
     each copy of a token."""
     experts = model.experts
     blocks = 4 * (experts.per_token + experts.shared) * experts.intermediate_size
-    return blocks + 2 * experts.per_token * model.hidden_size
+    return blocks + 2 * experts.per_token * routed_width(model)
 
 
 def _branches(model: DecoderConfig) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from packgraph.models.layers.moe import moe_blocks
+from packgraph.models.sizes import routed_width
 from packgraph.moe.symmetric_buffers import Buffers, NoSymmetricMemory, SymmetricBuffers, symmetric_problem
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config import ConfigError
@@ -46,7 +47,7 @@ def make_buffers(chunks: Sequence[nn.Module], config: TrainConfig, device: torch
     assert group is not None  # of several ranks
     try:
         return SymmetricBuffers(group, longest_row(config) * config.model.experts.per_token,
-                                config.parallel.expert_room, config.model.hidden_size,
+                                config.parallel.expert_room, routed_width(config.model),
                                 getattr(torch, config.run.dtype), device)
     except NoSymmetricMemory as error:
         raise ConfigError([f"parallel.dispatcher = symmetric: {error}"]) from error

@@ -8,7 +8,7 @@ import torch
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.models.sizes import expert_columns
+from packgraph.models.sizes import expert_columns, routed_width
 from packgraph.moe.stash import Stash
 from packgraph.parallel.mesh import Mesh
 from packgraph.plan.pipeline.slots import slot_counts
@@ -23,7 +23,7 @@ def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torc
         return None
     stash = Stash(device)
     dtype = getattr(torch, config.run.dtype)
-    columns = {(dtype, config.model.hidden_size): 1}
+    columns = {(dtype, routed_width(config.model)): 1}
     width = expert_columns(config.model)
     columns[dtype, width] = columns.get((dtype, width), 0) + 1
     stash.allocate(planned_pages(model, config, mesh, config.parallel.expert_stash, stash.page_rows), columns=columns)

@@ -7,7 +7,8 @@
 
 Between the stages stand, in the state: moe_input [T, H] and moe_routing from the router, moe_shared [T, H] where there
 are shared experts; moe_plan from moe_preprocess; moe_rows from moe_dispatch; moe_made [R, H] from the experts. The last
-stage takes them all out again. Padding rows have expert -1 from the router on, whatever they hold.
+stage takes them all out again. Padding rows have expert -1 from the router on, whatever they hold. Where experts work
+on another width than the hidden size, tokens are brought to it by the router's stage, and back from it by the last.
 """
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.mlp import feed_forward
+from packgraph.models.sizes import routed_width
 from packgraph.moe.balance import expert_counts
 from packgraph.moe.dispatch import Dispatcher, LocalDispatcher, Rows
 from packgraph.moe.experts import Experts
@@ -92,8 +94,11 @@ class MoEBlock(nn.Module):
         super().__init__()
         self.settings = config.experts
         self.gate = Gate(config)
-        self.experts = Experts(config.experts.count, config.hidden_size, config.experts.intermediate_size,
+        self.experts = Experts(config.experts.count, routed_width(config), config.experts.intermediate_size,
                                config.activation)
+        latent = config.experts.latent_size
+        self.fc1_latent_proj = nn.Linear(config.hidden_size, latent, bias=False) if latent else None
+        self.fc2_latent_proj = nn.Linear(latent, config.hidden_size, bias=False) if latent else None
         width = config.experts.shared * config.experts.intermediate_size
         self.shared_experts = feed_forward(config, width) if width else None
         self.dispatcher = LocalDispatcher(config.experts.count)
@@ -131,7 +136,8 @@ class MoEBlock(nn.Module):
         # Hidden was read here and is read again behind the experts. As a tensor of this stage's own its gradients are
         # summed here, in the same order whether the stages behind it are captured with it or not.
         hidden = state["hidden"]
-        found = {**state, "hidden": hidden.view_as(hidden), "moe_input": x, "moe_routing": routing}
+        rows = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        found = {**state, "hidden": hidden.view_as(hidden), "moe_input": rows, "moe_routing": routing}
         if self.shared_experts is not None:
             found["moe_shared"] = self.shared_experts(x)
         if self.training:
@@ -194,6 +200,8 @@ class MoEBlock(nn.Module):
     def run_combine(self, state: State) -> tuple[State, Tensor]:
         """Takes everything of the experts out of the state; returns the branch [T, H] beside it."""
         branch = self.dispatcher.combine(state["moe_made"], state["moe_plan"])
+        if self.fc2_latent_proj is not None:
+            branch = self.fc2_latent_proj(branch)
         if "moe_shared" in state:
             branch = branch + state["moe_shared"]
         return {key: value for key, value in state.items() if key not in BETWEEN}, branch
