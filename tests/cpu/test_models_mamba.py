@@ -14,6 +14,7 @@ from model_batches import hand_batch, random_documents
 from packgraph.diagnose.matrix import random_packs, tiny_hybrid_config
 from packgraph.diagnose.verify import verify
 from packgraph.graphs.graphed import graph
+from packgraph.models import stack
 from packgraph.models.decoder import DecoderModel, named_stages
 from packgraph.models.layers.mamba import FIRST_DECAY, FIRST_STEP, MambaMixer
 from packgraph.packing.batch import PackedBatch
@@ -170,6 +171,21 @@ def test_whole_steps_of_hybrids_are_bitwise_eager(optimizer):
         config.graph, granularity="step", optimizer=optimizer, strict=True))
     report = verify("whole steps", config, random_packs(1), torch.device("cpu"))
     assert report.good and report.replayed > 0 and set(report.fallbacks) <= {"warm-up"}
+
+
+def test_what_layers_read_of_a_batch_is_made_once(monkeypatch):
+    """Rotary tables, boundaries and document ids, however many layers of each kind there are."""
+    made = []
+
+    def count(name, make):
+        monkeypatch.setattr(stack, name, lambda *args, **options: made.append(name) or make(*args, **options))
+
+    count("live_document_ids", stack.live_document_ids)
+    count("attention_metadata", stack.attention_metadata)
+    model = random_hybrid(hybrid("M*E-", num_layers=12))
+    model.rotary.register_forward_hook(lambda *_: made.append("rotary"))
+    model(next(batches(1))).backward()
+    assert sorted(made) == ["attention_metadata", "live_document_ids", "rotary"]
 
 
 def test_decays_and_steps_stay_float32():
