@@ -13,7 +13,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.context.cost import ContextCost, RowTiming, fit
+from packgraph.plan.context.cost import COEFFICIENTS, ContextCost, RowTiming, fit
 from packgraph.plan.context.kind import document_multiple
 from packgraph.plan.context.request import ContextRequest
 from packgraph.train.executor import Executor
@@ -69,7 +69,7 @@ def measured_cost(request: ContextRequest, vocabulary: int, time_row: TimeRow) -
     timings = [RowTiming(size, request.tokens, row.capacity.documents, sum(length * length for length in row.lengths),
                          time_row(row)) for size, row in sample_rows(request, vocabulary)]
     try:
-        cost = fit(timings, request.cost, weight=WEIGHT)
+        cost = fit(timings, _scaled(request.cost, timings), weight=WEIGHT)
     except ValueError as error:
         return MeasuredCost(None, f"rows were timed, but no costs explain them ({error}); plans go on by estimates")
     errors = [abs(cost.row_us(row.size, row.tokens, row.places, row.pairs) / row.us - 1) for row in timings]
@@ -79,6 +79,14 @@ def measured_cost(request: ContextRequest, vocabulary: int, time_row: TimeRow) -
         spans.append(f"{size} rank{'s' if size > 1 else ''} {of_size[0]:.3g} to {of_size[-1]:.3g} ms")
     return MeasuredCost(cost, f"rows were timed: {', '.join(spans)}; plans go by these from here on (fitted within "
                               f"{max(errors):.0%})")
+
+
+def _scaled(cost: ContextCost, timings: Sequence[RowTiming]) -> ContextCost:
+    """`cost` times the one factor that explains `timings` best: how much slower this machine is as a whole, which a fit
+    near the estimates would not find."""
+    shares = [cost.row_us(row.size, row.tokens, row.places, row.pairs) / row.us for row in timings]
+    factor = sum(shares) / sum(share * share for share in shares)
+    return replace(cost, **{name: factor * getattr(cost, name) for name in COEFFICIENTS})
 
 
 def time_row(executor: Executor, device: torch.device, slowest: Slowest) -> TimeRow:
