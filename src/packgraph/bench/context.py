@@ -127,6 +127,7 @@ class _ContextBench:
         self.sharing = Sharing.of(mesh, tokens)
         self.steps: list[PlannedStep] = []
         self.cost: ContextCost | None = None
+        self.cost_note = ""
         self.cost_seconds = 0.0  # that building a bank and timing rows of it took
         self.plan_ms = 0.0  # median of the slowest rank
         self.ready: dict[str, tuple[ContextWay, int | None, float]] = {}  # with bytes before it, seconds of its build
@@ -196,7 +197,7 @@ class _ContextBench:
         found = measured_cost(request, options.config.vocab_size, row_timer(way, self.company, self.device))
         if found.cost is None:
             raise RuntimeError(found.note)
-        self.cost, request = found.cost, replace(request, cost=found.cost)
+        self.cost, self.cost_note, request = found.cost, found.note, replace(request, cost=found.cost)
         if way.name in names:
             self.ready[way.name] = way, before, built
         else:
@@ -277,7 +278,8 @@ class _ContextBench:
                 "places": list(options.places), "granularity": options.granularity,
                 "microbatches": options.microbatches, "kind": KIND, "attention": str(self.model.attention_choice()),
                 "mean": options.mean, "sigma": options.sigma, "longest": options.longest, "seed": options.seed,
-                "cost": None if self.cost is None else vars(self.cost), "cost_seconds": self.cost_seconds}
+                "cost": None if self.cost is None else vars(self.cost), "cost_seconds": self.cost_seconds,
+                "cost_note": self.cost_note}
         if steps:
             plans = [step.plan for step in steps]
             predicted = [plan.step_us for plan in plans] if kind == DYNAMIC else [step.fixed_us for step in steps]

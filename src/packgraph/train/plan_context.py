@@ -95,13 +95,15 @@ def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool)
     multiple = common_multiple(choices)
     fitting = _fitting(read.planned, request.longest // multiple * multiple, config.data.overlong)
     plan = plan_context([places(length, multiple) for length in fitting], request)
-    title = "\n".join([_title(config, plan, asked), *notes_of(choices)])
+    title = _title(config, plan, asked)
     if asked.svg is not None:
         try:
             asked.svg.write_text(draw_context_svg(plan, title), encoding="utf-8")
         except OSError as error:
             raise ConfigError([f"--svg {asked.svg}: cannot be written: {error.strerror}"]) from error
-    return json.dumps(context_values(plan), indent=2) + "\n" if as_json else f"{title}\n\n{describe_context(plan)}"
+    if as_json:
+        return json.dumps(context_values(plan), indent=2) + "\n"
+    return "\n".join([title, *notes_of(choices), "", describe_context(plan)])
 
 
 def _request(config: TrainConfig, asked: ContextOptions) -> tuple[ContextRequest, dict[int, ContextChoice]]:
