@@ -77,6 +77,14 @@ def test_experts(granularity, experts):
     assert {group.name for group in engine.trace.groups} == set(EXPERTS)
 
 
+@pytest.mark.parametrize("modules", [("expert_fc1",), ("moe_act",)])
+def test_every_module_of_experts_by_itself(modules, experts):
+    found, engine, _ = train(config(experts=True), modules, granularity="chunk", late=("out", "back"))
+    assert same(found, experts)
+    assert {group.name for group in engine.trace.groups} == set(modules)
+    assert all(group.bytes > 0 for group in engine.trace.groups)
+
+
 def test_graphs_need_less_memory():
     taken = [train(config(layers=6), modules, granularity="chunk", counts=(1,) * 3, poison=False)[2].stats.pool_bytes
              for modules in ((), DENSE)]

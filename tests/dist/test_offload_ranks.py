@@ -60,13 +60,16 @@ def test_offloading_is_bitwise_keeping(layout, chunks, granularities, tmp_path):
                                   offload=OffloadConfig(modules=DENSE, min_bytes=1, margin=0, fraction=fraction))
               for granularity, fraction in zip(granularities, (1.0, 0.5), strict=False)]
     if len(granularities) > 1:
-        moving.append(dataclasses.replace(kept, offload=moving[0].offload))
+        later_less = dataclasses.replace(moving[0].offload, delta_bytes_per_pp_rank=2**40)
+        moving.append(dataclasses.replace(kept, offload=later_less))
     results = run_ranks(go, layout.pp * layout.tp, str(tmp_path), [kept, *moving], layout=layout, seconds=120.0)
-    for (expected, _), *others in results:
-        for found, moved in others:
+    for rank, ((expected, _), *others) in enumerate(results):
+        for setting, (found, moved) in zip(moving, others, strict=True):
             assert expected.keys() == found.keys()
             assert not [name for name in found if not torch.equal(expected[name], found[name])]
-            assert len(moved) == chunks and all(nbytes > 0 and groups > 0 for nbytes, groups in moved)
+            assert len(moved) == chunks and all(nbytes > 0 for nbytes, _ in moved)
+            stays = rank > 0 and setting.offload.delta_bytes_per_pp_rank > 0
+            assert all((groups == 0) == stays for _, groups in moved)
     told = (tmp_path / "1" / "offload" / "table.txt").read_text().splitlines()
     names = [f"rank {rank}" + (f" chunk {chunk}" if chunks > 1 else "") for rank in (0, 1) for chunk in range(chunks)]
     assert [line.split("  ")[0] for line in told[1:-1]] == names, "rank 0 knows the plans of all"
