@@ -11,7 +11,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.moe.experts import Experts
 from packgraph.moe.stash import Stash
-from packgraph.moe.stash_experts import stashed_experts
+from packgraph.moe.stash_experts import columns_of, stashed_experts
 from packgraph.packing.capacity import Capacity
 from packgraph.train.expert_stash import share
 
@@ -89,7 +89,8 @@ def test_without_pages_it_is_noted_what_they_would_be_for():
     stash = Stash("cpu", page_rows=PAGE)
     expected = by(lambda experts, *given: experts(*given), 20)
     assert all(map(torch.equal, expected, by(lambda e, *given: stashed_experts(e, *given, stash), 20)))
-    assert stash.columns == COLUMNS
+    assert stash.columns == COLUMNS == columns_of(Experts(4, 16, 16))
+    assert columns_of(Experts(4, 32, 16)) == columns_of(Experts(4, 32, 32, "relu2")) == {(torch.float32, 32): 2}
     other = Stash("cpu")
     other.allocate(4, columns={(torch.float32, 16): 1})
     with pytest.raises(RuntimeError, match=r"saves 1 tensors of torch\.float32 and width 32"):
@@ -106,7 +107,7 @@ def trained(stash, draws, compile, **options):
     model = DecoderModel(CONFIG, seed=1)
     if stash is not None:
         share(stash, ModelChunks([model]))
-    graphed = packgraph.graph(model, CAPACITY, warmup=1, strict=True, compile=compile, **options)
+    graphed = packgraph.graph(model, CAPACITY, warmup=1, compile=compile, **options)
     found, saved = [], []
 
     def pack(tensor):
@@ -121,10 +122,18 @@ def trained(stash, draws, compile, **options):
         found.append(loss.detach())
         if stash is not None:
             poison_pages(stash)
-    found += [p.grad for p in model.parameters()] + [b for name, b in model.named_buffers() if "stash" not in name]
+    found += [p.grad.clone() for p in model.parameters()]
+    found += [b.clone() for name, b in model.named_buffers() if "stash" not in name]
+    if stash is not None:  # as after an overflow: more pages are compiled for, if at all, and captured again
+        replayed = graphed.stats.replayed
+        stash.allocate(2 * stash.pages.pages, columns=dict(stash.columns))
+        share(stash, ModelChunks([model]))
+        graphed(draws[0]).backward()
+        assert graphed.stats.replayed == replayed + 1
     return found, saved, graphed.stats
 
 
+@pytest.mark.filterwarnings("ignore:capturing again")
 @pytest.mark.parametrize(("compile", "options"), [
     (False, {"granularity": "layer"}), (False, {"granularity": "chunk", "scope": ("attn", "moe_experts")}),
     ("aot_eager", {"granularity": "chunk"})], ids=str)
@@ -134,6 +143,6 @@ def test_graphs_of_a_decoder_are_the_same_bits(compile, options):
     expected, plain, _ = trained(None, draws, compile, **options)
     found, saved, stats = trained(stash, draws, compile, **options)
     assert all(map(torch.equal, expected, found))
-    assert stats.replayed >= 3 and bool(stats.compiled) == bool(compile)
+    assert stats.replayed >= 3 and not stats.fallbacks["capture failed"] and bool(stats.compiled) == bool(compile)
     assert stash.in_use() == 0 and not stash.verdict() and stash.need_hi() > 1
     assert {(rows, 16), (rows, 32)} <= set(plain) and not {(rows, 16), (rows, 32)} & set(saved)

@@ -83,6 +83,7 @@ def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
     assert again >= 1
 
 
+@pytest.mark.slow
 def test_too_few_pages_of_compiled_code_are_a_step_made_again(tmp_path, traced):
     def settings(stash):
         made = config(steps=3, stash=stash, compile=True, capacities=(Capacity(64, 8),), warmup=1)

@@ -14,7 +14,7 @@ from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
 from packgraph.bench.context import ContextOptions, bench_context
 from packgraph.bench.context_way import CONTEXT_WAYS, USUAL_WAYS
 from packgraph.bench.distributions import DISTRIBUTIONS
-from packgraph.bench.expert_memory import COLUMNS as EXPERT_COLUMNS
+from packgraph.bench.expert_memory import with_memory
 from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
 from packgraph.bench.memory import MemoryOptions, bench_memory
 from packgraph.bench.models import SHAPES, shape
@@ -251,7 +251,7 @@ def _step(asked: argparse.Namespace) -> int:
     options = StepOptions(**_shared(  # type: ignore[arg-type]
         asked, device, "layers", "ways", "rounds", "calls", "part", "documents", "buckets", "attention", "together"),
         **({"room": asked.room} if asked.benchmark == "moe" else {}))
-    columns = [*STEP_COLUMNS, *EXPERT_COLUMNS] if asked.benchmark == "moe" else STEP_COLUMNS
+    columns = with_memory(STEP_COLUMNS) if asked.benchmark == "moe" else STEP_COLUMNS
     return _finish(rows, lambda: bench_step(options, device, rows, Deadline(asked.seconds)), f"bench {asked.benchmark}",
                    columns)
 

@@ -10,21 +10,30 @@ figures follow from shapes (`plan/stash.py`); what is measured, peak_bytes of a 
 slot_bytes: what graphs hold between microbatches, pages among it.
 """
 import math
+from collections.abc import Sequence
 
 import torch
 
 from packgraph.bench.rows import Column, Row, gibibytes, value
-from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.models.sizes import expert_columns
+from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch import LocalDispatcher, Routing
 from packgraph.moe.rows import RowPlan, plan_rows
+from packgraph.moe.stash_experts import columns_of
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stash import stash_memory
 
 COLUMNS: list[Column] = [
     ("of first", value("peak_ratio", ".3f")), ("slots GiB", gibibytes("slot_bytes")),
     ("experts GiB", gibibytes("expert_bytes")), ("of balanced", value("expert_ratio", ".3f"))]
+LEFT_OUT = ("attention", "p99", "capture ms / layer", "padding")  # of the table, for want of room; rows have them
+
+
+def with_memory(columns: Sequence[Column]) -> list[Column]:
+    """A table's columns with those of memory behind the peak, and without some others."""
+    kept = [column for column in columns if column[0] not in LEFT_OUT]
+    place = [name for name, _ in kept].index("peak GiB") + 1
+    return [*kept[:place], *COLUMNS, *kept[place:]]
 
 
 class RoomyDispatcher(LocalDispatcher):
@@ -45,22 +54,15 @@ def give_rows(model: torch.nn.Module, room: float) -> None:
         block.dispatcher = RoomyDispatcher(block.settings.count, room)
 
 
-def kept_columns(config: DecoderConfig, dtype: torch.dtype) -> dict[tuple[torch.dtype, int], int]:
-    """What a layer's experts keep: rows of tokens, and rows before the activation; tensors by dtype and width."""
-    columns: dict[tuple[torch.dtype, int], int] = {}
-    for width in (config.hidden_size, expert_columns(config)):
-        columns[dtype, width] = columns.get((dtype, width), 0) + 1
-    return columns
-
-
-def expert_memory(way: str, config: DecoderConfig, capacity: Capacity, room: float, dtype: torch.dtype) -> Row:
+def expert_memory(way: str, model: DecoderStack, capacity: Capacity, room: float) -> Row:
     """expert_bytes of one microbatch that fills `capacity`, and their ratio to balanced eager's. None for layers that
     are not ours."""
     if way.startswith("transformers"):
         return {"expert_bytes": None, "expert_ratio": None}
-    columns = {(str(kind).removeprefix("torch."), width): count
-               for (kind, width), count in kept_columns(config, dtype).items()}
-    found = stash_memory(columns, capacity.tokens, config.experts.per_token, config.count("moe"), 1, room, factor=1.0)
+    blocks = moe_blocks([model])
+    columns = {(str(dtype).removeprefix("torch."), width): count
+               for (dtype, width), count in columns_of(blocks[0].experts).items()}
+    found = stash_memory(columns, capacity.tokens, model.config.experts.per_token, len(blocks), 1, room, factor=1.0)
     exact = way == "host-splits"
     nbytes = found.total if way.endswith("+stash") else found.balanced if exact else found.worst
     return {"expert_bytes": nbytes, "expert_ratio": round(nbytes / found.balanced, 4)}

@@ -10,7 +10,6 @@ host-splits and transformers as eager, the others as chunk.
 """
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from packgraph.bench.parts import Work, twin
@@ -18,10 +17,10 @@ from packgraph.bench.transformers_layers import transformers_stack
 from packgraph.bench.ways import Compiled, Graphed, Setting, Way, make_way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
-from packgraph.models.sizes import expert_columns, routed_width
 from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch_host_splits import HostSplitsDispatcher
 from packgraph.moe.stash import Stash
+from packgraph.moe.stash_experts import columns_of
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stash import pages_for
@@ -90,13 +89,10 @@ class Stashed(Graphed):
 
 def share_stash(blocks: list[MoEBlock], config: DecoderConfig, capacity: Capacity) -> Stash:
     """A stash that these layers use, with pages for one microbatch of `capacity` in flight, all of its tokens live."""
-    weight = blocks[0].experts.first_proj
-    stash = Stash(weight.device)
-    columns: dict[tuple[torch.dtype, int], int] = {}
-    for width in (routed_width(config), expert_columns(config)):  # rows of tokens; before the activation
-        columns[weight.dtype, width] = columns.get((weight.dtype, width), 0) + 1
+    experts = blocks[0].experts
+    stash = Stash(experts.first_proj.device)
     pages = pages_for(capacity.tokens, config.experts.per_token, len(blocks), 1, 1.0, stash.page_rows)
-    stash.allocate(pages, columns=columns)
+    stash.allocate(pages, columns=columns_of(experts))
     for block in blocks:
         block.stash = stash
         stash.attach(block)

@@ -151,7 +151,7 @@ class _StepBench:
             self.device.type == "cuda" else None
         if self.model.config.experts.enabled:
             row |= {"room": options.room} | measured_memory(row, contest.extras[contest.names[0]]) | expert_memory(
-                name, self.model.config, self.setting.capacity, options.room, dtype_on(self.device))
+                name, self.model, self.setting.capacity, options.room)
         return row | {"mfu_peak_tflops": PEAK_TFLOPS}
 
     def _prepare(self, contest: Contest, ways: dict[str, Way], name: str) -> None:

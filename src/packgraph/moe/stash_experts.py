@@ -10,6 +10,7 @@ What a compiler may do with it: forward and backward are traced into one graph, 
 taken in the backward, and not in the forward to be kept there, is data: a take waits for a gradient (`after`). Rows of
 the first product come back when the second one's gradients are there, so that [R, w] tensors follow one another.
 """
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +23,18 @@ from packgraph.moe.grouped import autocast, matrices_gradient, product
 from packgraph.moe.stash import Stash
 from packgraph.moe.stash_ops import keep, take
 from packgraph.moe.stash_pages import record_size
+from packgraph.moe.stash_saving import Column
 
 AGAIN = ("backward through stashed experts a second time: their pages went back to the pool after the first "
          "(retain_graph=True has no effect on a stash). Add the losses before backward, or run the forward again")
+
+
+def columns_of(experts: Experts) -> dict[Column, int]:
+    """What these experts keep for their backward: the rows of tokens, and those before the activation."""
+    matrices, columns = experts.first_proj, Counter[Column]()
+    for width in (matrices.shape[2], matrices.shape[1]):
+        columns[matrices.dtype, width] += 1
+    return dict(columns)
 
 
 def stashed_experts(experts: Experts, values: Tensor, weights: Tensor, offsets: Tensor, stash: Stash) -> Tensor:

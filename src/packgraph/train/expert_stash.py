@@ -8,8 +8,8 @@ import torch
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.models.sizes import expert_columns, routed_width
 from packgraph.moe.stash import Stash
+from packgraph.moe.stash_experts import columns_of
 from packgraph.parallel.mesh import Mesh
 from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.plan.stash import pages_for
@@ -19,14 +19,12 @@ from packgraph.train.stage_tokens import longest_row
 
 def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device) -> Stash | None:
     """The stash of all layers with experts of this rank, attached to them; None where there is none."""
-    if not config.parallel.expert_stash or not moe_blocks(model.chunks):
+    blocks = moe_blocks(model.chunks)
+    if not config.parallel.expert_stash or not blocks:
         return None
     stash = Stash(device)
-    dtype = getattr(torch, config.run.dtype)
-    columns = {(dtype, routed_width(config.model)): 1}
-    width = expert_columns(config.model)
-    columns[dtype, width] = columns.get((dtype, width), 0) + 1
-    stash.allocate(planned_pages(model, config, mesh, config.parallel.expert_stash, stash.page_rows), columns=columns)
+    stash.allocate(planned_pages(model, config, mesh, config.parallel.expert_stash, stash.page_rows),
+                   columns=columns_of(blocks[0].experts))
     share(stash, model)
     return stash
 
