@@ -41,16 +41,18 @@ class Planned:
 
 
 class Planner:
-    """Plans for one chunk as the options of a run say. planned: what came of it, None before."""
+    """Plans for one chunk as the options of a run say. speed: of copies, as far as it is known. planned: what came of
+    it, None before."""
 
-    def __init__(self, options: OffloadConfig, rank: int, slots: int, device: torch.device) -> None:
+    def __init__(self, options: OffloadConfig, rank: int, slots: int) -> None:
         """rank: of the pipeline. slots: microbatches in flight at most."""
-        self._options, self._rank, self._slots, self._device = options, rank, slots, device
+        self._options, self._rank, self._slots = options, rank, slots
+        self.speed = CopySpeed()
         self.planned: Planned | None = None
 
     def __call__(self, trace: OffloadTrace) -> OffloadPlan:
         """Raises ConfigError when what is asked for cannot be had."""
-        measured, speed, options = replace(trace, slots=self._slots), copy_speed(self._device), self._options
+        measured, speed, options = replace(trace, slots=self._slots), self.speed, self._options
         knobs, budget = options.knobs(), options.budget_bytes()
         if budget is not None:
             try:
@@ -70,30 +72,36 @@ class Offloading:
     """The engines of a rank, one for each chunk with layers. when_planned: called once, when all of them have a plan.
     """
 
-    def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int) -> None:
+    def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device
+                 ) -> None:
         """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan before."""
-        self.engines, self.planners, self._warmup = list(engines), list(planners), warmup
+        self.engines, self.planners, self._warmup, self._device = list(engines), list(planners), warmup, device
         self.when_planned: Callable[[Offloading], None] | None = None
 
     def __call__(self, steps_done: int) -> None:
         """A step begins, with nothing in flight. When warm-up is over: plan, before anything is captured."""
+        speed = copy_speed(self._device) if steps_done == self._warmup and self.engines else CopySpeed()
         for engine, policy in zip(self.engines, self.planners, strict=True):
             engine.end_step()
             if steps_done == self._warmup:
-                engine.policy = policy
+                engine.policy, policy.speed = policy, speed
                 if engine.trace is not None:
                     engine.settle()
         if steps_done == self._warmup and self.when_planned is not None:
             self.when_planned(self)
 
     def summary(self) -> dict[str, Any]:
-        """What was planned, for each chunk: groups and bytes of a microbatch, and what the plan predicts."""
-        plans = [(engine.trace, engine.plan) for engine in self.engines]
+        """What was planned, for each chunk: groups and bytes of a microbatch, what the plan predicts, and how fast plain
+        copies were, which it counts on."""
+        plans = [(engine.trace, engine.plan, planner.speed)
+                 for engine, planner in zip(self.engines, self.planners, strict=True)]
         return {"offload": [
             {"groups": len(plan.moves), "moved": sum(plan.moves), "bytes": trace.bytes, "moved_bytes": plan.moved_bytes,
              "host_bytes": plan.host_bytes, "saved_bytes": plan.saved_bytes,
-             "exposed_ms": round(plan.exposed_us / 1000, 3), "hidden_ms": round(plan.hidden_us / 1000, 3)}
-            for trace, plan in plans if trace is not None and plan is not None]}
+             "exposed_ms": round(plan.exposed_us / 1000, 3), "hidden_ms": round(plan.hidden_us / 1000, 3),
+             "lost": round(plan.lost, 5), "to_host_gb_s": round(speed.to_host_bytes_per_us / 1000, 2),
+             "to_device_gb_s": round(speed.to_device_bytes_per_us / 1000, 2)}
+            for trace, plan, speed in plans if trace is not None and plan is not None]}
 
 
 def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor, device: torch.device, mesh: Mesh
@@ -110,8 +118,8 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
                          in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled)
         attach(engine, chunk)
         engines.append(engine)
-        planners.append(Planner(options, rank, count, device))
-    return Offloading(engines, planners, config.graph.warmup)
+        planners.append(Planner(options, rank, count))
+    return Offloading(engines, planners, config.graph.warmup, device)
 
 
 def offload_problems(config: TrainConfig) -> list[str]:
