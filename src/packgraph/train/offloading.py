@@ -91,8 +91,8 @@ class Offloading:
             self.when_planned(self)
 
     def summary(self) -> dict[str, Any]:
-        """What was planned, for each chunk: groups and bytes of a microbatch, what the plan predicts, and how fast plain
-        copies were, which it counts on."""
+        """What was planned, for each chunk: groups and bytes of a microbatch, what the plan predicts, and the speed of
+        plain copies, which it counts on."""
         plans = [(engine.trace, engine.plan, planner.speed)
                  for engine, planner in zip(self.engines, self.planners, strict=True)]
         return {"offload": [
