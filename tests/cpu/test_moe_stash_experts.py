@@ -76,6 +76,19 @@ def test_what_is_not_to_be_differentiated_takes_no_pages_and_gives_no_gradient()
     assert stash.in_use() == 0 and stash.need_hi() == 2
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_pages_of_frozen_experts_come_back(backend):
+    """Rows that no gradient is made of need not be brought back: a compiler leaves that out, and what it would free."""
+    stash, experts = stash_of(), Experts(4, 16, 16)
+    experts.first_proj.requires_grad_(False)
+    run = torch.compile(stashed_experts, backend=backend, fullgraph=True) if backend else stashed_experts
+    for live in (30, 20):
+        values, weights, ends, gradient = rows(live)
+        run(experts, values, weights, ends, stash).backward(gradient)
+        assert values.grad is not None and experts.first_proj.grad is None and stash.in_use() == 0
+    assert stash.need_hi() == 2
+
+
 def test_a_second_backward_is_an_error():
     stash, experts = stash_of(), Experts(4, 16, 16)
     values, weights, ends, gradient = rows(30)

@@ -88,18 +88,21 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     weights, first, down, offsets, state, record, *memories = ctx.saved_tensors
     buffers, hosts = memories[:2], memories[2:]
 
-    def back(number: int, after: Tensor) -> Tensor:
-        """values or h; with values, which come last, the pages are free."""
+    needs_values = ctx.needs_input_grad[2]
+
+    def back(number: int, after: Tensor, release: bool) -> Tensor:
+        """values or h. release: the pages are not needed any more. A result must be used: compilers drop what is not.
+        """
         return take(state, buffers[number : number + 1], hosts[number : number + 1], record, after, ctx.rows,
-                    *ctx.sizes, number == 0)[0]
+                    *ctx.sizes, release)[0]
 
     of_act = product(grad, down, offsets, False)
-    of_h, of_weights, act = activation_backward(of_act, back(1, of_act), weights, offsets, ctx.gated)
+    h = back(1, of_act, not needs_values)
+    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
     of_down = matrices_gradient(grad, act, offsets, True) if ctx.needs_input_grad[3] else None
-    del of_act, act  # [R, I] each, that the first product's rows need not stand beside
-    values = back(0, of_h)
+    del of_act, h, act  # that the first product's rows need not stand beside
+    of_first = matrices_gradient(of_h, back(0, of_h, True), offsets, True) if needs_values else None
     of_values = product(of_h, first, offsets, False) if ctx.needs_input_grad[0] else None
-    of_first = matrices_gradient(of_h, values, offsets, True) if ctx.needs_input_grad[2] else None
     return (of_values, of_weights, of_first, of_down, None, None, None, [None] * len(buffers), [None] * len(hosts),
             *[None] * len(ctx.sizes))
 
