@@ -276,7 +276,7 @@ class TrainConfig:
 FURTHER_HELP = {
     "vocab_size": "rows of the embedding; at least the token ids of the tokenizer",
     "hidden_size": "width of the residual stream",
-    "intermediate_size": "width of the SwiGLU layers",
+    "intermediate_size": "width of the feed-forward layers",
     "num_layers": "decoder layers",
     "num_heads": "query heads",
     "rope_theta": "base of the rotary embedding's wavelengths",

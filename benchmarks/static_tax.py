@@ -1,8 +1,8 @@
-"""One session on a GPU for what could only be written without one: flash-attn-4, its static tax, compiled regions.
+"""One run on a GPU for what could only be written without one: flash-attn-4, its static tax, compiled regions.
 
-    PYTHONPATH=src:tests python3 benchmarks/gpu_session_4.py --out FOLDER [--seconds 220]
+    PYTHONPATH=src:tests python3 benchmarks/static_tax.py --out FOLDER [--seconds 220]
 
-Prints one JSON line per finding, most important first, and appends them to FOLDER/gpu_session_4.jsonl; a section that
+Prints one JSON line per finding, most important first, and appends them to FOLDER/static_tax.jsonl; a section that
 the time does not suffice for gets a row that says so. Without flash-attn-4 a row says why, and the rest runs. Without
 CUDA everything runs small on the CPU, which shows that the script works and nothing else.
 
@@ -59,7 +59,7 @@ class Session:
         self.bad += row.get("ok") is False
         print(json.dumps(line), flush=True)
         if self.out is not None:
-            with (self.out / "gpu_session_4.jsonl").open("a", encoding="utf-8") as file:
+            with (self.out / "static_tax.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line | self.shared) + "\n")
 
     def attempt(self, section: str, work: Callable[[], Row], **what: Any) -> None:
@@ -350,7 +350,7 @@ def run(session: Session) -> None:
 def main(words: Sequence[str]) -> int:
     """Returns the exit code: 1 when a check found something wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for gpu_session_4.jsonl")
+    parser.add_argument("--out", type=Path, help="folder for static_tax.jsonl")
     parser.add_argument("--seconds", type=float, default=220.0, help="begin nothing new after this time")
     asked = parser.parse_args(words)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
