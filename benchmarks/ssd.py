@@ -188,24 +188,26 @@ def time_neighbours(session: Session, case: Case) -> None:
 def time_pieces(session: Session, case: Case) -> None:
     """A row for every kernel of SSD alone."""
     from packgraph.ops import ssd_backward_kernel as backward
+    from packgraph.ops import ssd_forward_kernel as forward
     from packgraph.ops import ssd_kernel as kernels
+    from packgraph.ops import ssd_values_kernel as values
     x, dt, a, b, c, d = case.operands
     ids, dy, sizes = case.ids, case.grad, kernels.sizes_of(case.operands[0], case.operands[3], case.chunk)
     tables, through = kernels.tables_of(dt, a, ids, sizes)
     scores = kernels.scores_of(b, c, ids, sizes)
     entering, _ = kernels.carry(x, b, ids, tables, through, sizes)
     of_leaving, _ = kernels.carry(dy, c, ids, tables, through, sizes, entering)
-    of_scores = backward._pair_gradients(x, dy, ids, tables, scores, sizes)[0]
+    of_scores = backward.pair_gradients(x, dy, ids, tables, scores, sizes)[0]
     pieces: dict[str, Callable[[], object]] = {
         "tables": lambda: kernels.tables_of(dt, a, ids, sizes),
         "scores": lambda: kernels.scores_of(b, c, ids, sizes),
         "carry": lambda: kernels.carry(x, b, ids, tables, through, sizes),
-        "all of forward": lambda: kernels.forward(x, dt, a, b, c, d, ids, case.chunk),
+        "all of forward": lambda: forward.forward(x, dt, a, b, c, d, ids, case.chunk),
         "carry back": lambda: kernels.carry(dy, c, ids, tables, through, sizes, entering),
-        "pairs": lambda: backward._pair_gradients(x, dy, ids, tables, scores, sizes),
-        "shared, c": lambda: backward._shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, query=c),
-        "shared, b": lambda: backward._shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes),
-        "values": lambda: backward._value_gradients(x, dy, b, d, ids, tables, scores, of_leaving, sizes),
+        "pairs": lambda: backward.pair_gradients(x, dy, ids, tables, scores, sizes),
+        "shared, c": lambda: backward.shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, query=c),
+        "shared, b": lambda: backward.shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes),
+        "values": lambda: values.value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes),
         "all of backward": lambda: backward.backward(dy, x, dt, a, b, c, d, ids, case.chunk)}
     for name, work in pieces.items():
         session.attempt(lambda w=work: {"us": round(session.microseconds(w), 1)}, section="pieces", tokens=case.tokens,

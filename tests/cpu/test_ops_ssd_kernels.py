@@ -67,8 +67,73 @@ def test_ssd_shares_heads_out_among_programs(monkeypatch):
     assert [ssd_backward_kernel.parts_of(1, 6), ssd_backward_kernel.parts_of(2, 1)] == [2, 1]
 
 
+def other_ways(monkeypatch, **given):
+    """Have forward and backward made in these ways instead of those of the table."""
+    from packgraph.ops import ssd_backward_kernel, ssd_forward_kernel
+    from packgraph.ops.ssd_ways import Ways
+    for kernels in (ssd_forward_kernel, ssd_backward_kernel):
+        monkeypatch.setattr(kernels, "ways_of", lambda x, b: Ways(**given))
+
+
+def grouped(tile, share, chunk=0):
+    """Every piece in a way that is not the usual one; the table's module comes without Triton, too."""
+    from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Shared, Tables, Values
+    return {"tables": Tables(32), "carry": Carry(columns=64, rows=16), "mix": Mix("groups", tile, share, chunk=chunk),
+            "back": Carry(columns=16), "pairs": Pairs(share, products=True), "of_c": Shared(128, share),
+            "of_b": Shared(128, share), "values": Values("groups", tile, share)}
+
+
 @inside
-def test_a_changed_document_leaves_the_others_in_kernels():
+@pytest.mark.parametrize(("tile", "share", "chunk", "sizes", "dtype"), [
+    (16, 2, 32, {"heads": 4, "groups": 2}, torch.float16),
+    (32, 8, 32, {"heads": 3, "groups": 1, "skip": False}, torch.float32),
+    (128, 1, 128, {"heads": 2, "groups": 2, "size": 20, "state": 70}, torch.float32),
+], ids=str)
+def test_every_way_equals_the_operations(tile, share, chunk, sizes, dtype, monkeypatch):
+    ids, used = ids_of([0, 3, 5, 1, 39], 16, 2), 48
+    inputs = ssd_inputs(len(ids), dtype=dtype, **sizes)
+    grad = torch.randn(inputs[0].shape)
+    wide = [None if value is None else value.double() for value in inputs]
+    wanted = with_gradients(lambda *leaves: chunked_ssd(*leaves, ids, chunk), wide, grad.to(dtype).double())
+    for value in (inputs[0], inputs[1], inputs[3], inputs[4], grad):
+        value[used:] = NAN
+    other_ways(monkeypatch, **grouped(tile, share))
+    found = with_gradients(ssd_kernels(ids, chunk), inputs, grad)
+    assert max(distances(found, wanted)) < LIMITS[dtype]
+    assert not any(found[place][used:].any() for place in (0, 1, 2, 4, 5))
+
+
+@inside
+@pytest.mark.parametrize(("columns", "chunk", "sizes", "dtype"), [
+    (16, 16, {"heads": 4, "groups": 2}, torch.float16), (64, 64, {"heads": 1, "groups": 1}, torch.float32),
+    (32, 32, {"heads": 2, "groups": 1, "size": 40, "state": 20, "skip": False}, torch.float32)], ids=str)
+def test_states_that_are_never_written_down(columns, chunk, sizes, dtype, monkeypatch):
+    from packgraph.ops.ssd_ways import Mix
+    ids, used = ids_of([0, 3, 5, 1, 39], 16, 2), 48
+    inputs = ssd_inputs(len(ids), dtype=dtype, **sizes)
+    wanted = chunked_ssd(*[None if value is None else value.double() for value in inputs], ids, chunk)
+    for value in (inputs[0], inputs[1], inputs[3], inputs[4]):
+        value[used:] = NAN
+    other_ways(monkeypatch, mix=Mix("through", columns=columns, chunk=chunk))
+    found = ssd_kernels(ids, 16)(*inputs)
+    assert max(distances([found], [wanted])) < LIMITS[dtype] and not found[used:].any()
+
+
+@inside
+@pytest.mark.parametrize("part", ["mix", "values"])
+def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
+    from packgraph.ops.ssd_ways import Mix, Values
+    other_ways(monkeypatch, **{part: {"mix": Mix, "values": Values}[part](tile=128)})
+    with pytest.raises(ValueError, match=r"tiles of 64 rows.*got tile=128"):
+        with_gradients(ssd_kernels(ids_of([20]), 128), ssd_inputs(20, 1, 3, 1, 5), torch.randn(20, 1, 3))
+
+
+@inside
+@pytest.mark.parametrize("way", [None, "groups", "through"])
+def test_a_changed_document_leaves_the_others_in_kernels(way, monkeypatch):
+    if way is not None:
+        from packgraph.ops.ssd_ways import Mix
+        other_ways(monkeypatch, **grouped(16, 1) | ({} if way == "groups" else {"mix": Mix("through", columns=16)}))
     ids, changed = ids_of([5, 8, 16], 3), slice(5, 13)
     inputs, grad = ssd_inputs(32, 1, 3, 1, 5), torch.randn(32, 1, 3)
     before = with_gradients(ssd_kernels(ids, 16), inputs, grad)

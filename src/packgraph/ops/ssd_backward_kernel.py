@@ -6,7 +6,7 @@ With w_ij the weight of row j in row i (score, decay between them, step of j), p
                times the score that of the log of every decay between the two rows
     carry      the forward's kernel, backwards through the chunks: gradients of the states that leave each chunk
     _shared    gradients of c and b, for all heads of a group together: from scores, then what the states add
-    _values    gradients of x, and of the step as a factor of x
+    values     gradients of x, and of the step as a factor of x (ops/ssd_values_kernel.py)
     _steps     gradients of decays of a chunk's rows, put together, and with them those of dt and a
 
 The gradient of the log of row k's decay is the sum over all pairs i >= k > j. It is added up from these pairs alone,
@@ -28,23 +28,47 @@ from torch import Tensor
 from packgraph.ops.ssd_kernel import (
     Sizes,
     carry,
-    decay_between,
+    decay_within,
     load_ids,
     load_tile,
+    load_two,
     padded,
     precision_of,
     scores_of,
     sizes_of,
     tables_of,
+    ways_of,
 )
+from packgraph.ops.ssd_values_kernel import value_gradients
+from packgraph.ops.ssd_ways import EVERYWHERE, Pairs, Shared, Ways, launched, share_of
 
 ENOUGH_PROGRAMS = 256  # about two for every multiprocessor
 
 
 @triton.jit
+def sums_along_rows(value, DTYPE: tl.constexpr, TILE: tl.constexpr, PRODUCTS: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Running sums of value [TILE, TILE], float32, along its rows: by shuffles, or by products with a triangle of ones.
+
+    Of bfloat16 there are two such products, of each number's first 8 bits and of the next 8; the ones are exact.
+    """
+    if PRODUCTS:
+        until = tl.where(tl.arange(0, TILE)[:, None] <= tl.arange(0, TILE)[None, :], 1.0, 0.0)
+        if tl.bfloat16 == DTYPE:
+            high = value.to(tl.bfloat16)
+            low = (value - high.to(tl.float32)).to(tl.bfloat16)
+            sums = tl.dot(low, until.to(tl.bfloat16))
+            sums = tl.dot(high, until.to(tl.bfloat16), sums)
+        else:
+            sums = tl.dot(value, until, input_precision=PRECISION)
+    else:
+        sums = tl.cumsum(value, 1)
+    return sums
+
+
+@triton.jit
 def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stride, dy_stride, width,  # type: ignore[no-untyped-def]
            Q: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
-           TILE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr):
+           TILE: tl.constexpr, WIDE: tl.constexpr, PRODUCTS: tl.constexpr, PRECISION: tl.constexpr):
     """Tile (I, J) of one chunk for SHARE heads of a group; of_scores: [parts, N, G, Q, Q]."""
     row_tile, column_tile = tl.program_id(1) // (Q // TILE), tl.program_id(1) % (Q // TILE)
     if column_tile <= row_tile:
@@ -56,22 +80,24 @@ def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stri
         same = (row_ids[:, None] == column_ids[None, :]) & (row_ids >= 0)[:, None] & (i[:, None] >= j[None, :])
         place = i[:, None] * Q + j[None, :]
         score = tl.load(scores + tl.program_id(0).to(tl.int64) * Q * Q + place).to(tl.float32)
+        score = tl.where(same & (i[:, None] > j[None, :]), score, 0.0)
         total = tl.zeros([TILE, TILE], tl.float32)
         for turn in range(SHARE):
             head = group * (HEADS // GROUPS) + tl.program_id(2) * SHARE + turn
             table = head.to(tl.int64) * width + first
-            weight = decay_between(same, tl.load(tables + size + table + i)[:, None],
-                                   tl.load(tables + size + table + j)[None, :])
+            step, decay = load_two(tables + table, j, size)
             outcome = load_tile(dy + first * dy_stride + head * P, i, dy_stride, p, row_ids >= 0, P)
             value = load_tile(x + first * x_stride + head * P, j, x_stride, p, column_ids >= 0, P)
             product = tl.dot(outcome.to(value.dtype), tl.trans(value), input_precision=PRECISION)
-            product = product * weight * tl.load(tables + table + j)[None, :]
+            product *= decay_within(tl.load(tables + size + table + i)[:, None], decay[None, :]) * step[None, :]
             total += product
-            straddling = tl.where(i[:, None] > j[None, :], product * score, 0.0)
-            sums = tl.cumsum(straddling, 1)
-            of_columns = tl.sum(tl.where(i[:, None] > j[None, :], sums, 0.0), 0)
+            straddling = product * score
+            sums = sums_along_rows(straddling, x.dtype.element_ty, TILE, PRODUCTS, PRECISION)
+            # `turn` on both sides: what is the same for all heads would be kept, a register for every pair
+            of_columns = tl.sum(tl.where((i + turn)[:, None] > (j + turn)[None, :], sums, 0.0), 0)
             tl.store(columns + row_tile * size + table + j, of_columns)
             tl.store(rowsums + column_tile * size + table + i, tl.sum(straddling, 1))
+        total = tl.where(same, total, 0.0)
         part = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         tl.store(of_scores + part * (Q * Q) + place, total.to(of_scores.dtype.element_ty))
 
@@ -80,7 +106,7 @@ def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stri
 def _shared(value, key, of_scores, states, ids, tables, out, products, rows, value_stride, key_stride, query,  # type: ignore[no-untyped-def]
             query_stride, width, Q: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
             GROUPS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, STATE: tl.constexpr,
-            QUERIES: tl.constexpr, PRECISION: tl.constexpr):
+            QUERIES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Gradient of c (QUERIES: value = dy, key = b, query = c) or b (value = x, key = c): [parts, T, G, S].
 
     states: [N, H, P, S], what enters each chunk, or the gradient of what leaves it. With QUERIES also `products`
@@ -99,7 +125,11 @@ def _shared(value, key, of_scores, states, ids, tables, out, products, rows, val
             place = i[:, None] * Q + j[None, :] if QUERIES else j[None, :] * Q + i[:, None]
             theirs = load_tile(key + first * key_stride + group * S, j, key_stride, s,
                                load_ids(ids, first + j, rows) >= 0, S)
-            total = tl.dot(tl.load(score + place).to(theirs.dtype), theirs, total, input_precision=PRECISION)
+            of_score = tl.load(score + place)
+            if MASKED:  # above the diagonal's own tiles of gradients nothing is written
+                below = i[:, None] >= j[None, :] if QUERIES else i[:, None] <= j[None, :]
+                of_score = tl.where(below, of_score, 0.0)
+            total = tl.dot(of_score.to(theirs.dtype), theirs, total, input_precision=PRECISION)
     for turn in range(SHARE):
         head = group * (HEADS // GROUPS) + part * SHARE + turn
         table = tables + head.to(tl.int64) * width + first
@@ -117,51 +147,6 @@ def _shared(value, key, of_scores, states, ids, tables, out, products, rows, val
     place = i[:, None] * (GROUPS * S) + s[None, :]
     here = out + ((part.to(tl.int64) * rows + first) * GROUPS + group) * S
     tl.store(here + place, total.to(out.dtype.element_ty), mask=(first + i < rows)[:, None] & (s < S)[None, :])
-
-
-@triton.jit
-def _values(x, dy, b, d, ids, tables, scores, states, dx, direct, products, of_skip, rows, x_stride, dy_stride,  # type: ignore[no-untyped-def]
-            b_stride, width, Q: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
-            PER_GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, STATE: tl.constexpr, PART: tl.constexpr,
-            SKIP: tl.constexpr, PRECISION: tl.constexpr):
-    """dx [T, H, P]; `direct` [H, N Q]: gradient of the step but for decays; `products`: its part that the state has."""
-    head, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    group, first, size = head // PER_GROUP, chunk * Q, HEADS * width.to(tl.int64)
-    j, p = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDE)
-    table = tables + head.to(tl.int64) * width + first
-    column_ids = load_ids(ids, first + j, rows)
-    live = column_ids >= 0
-    found = tl.zeros([TILE, WIDE], tl.float32)
-    for part in tl.static_range(STATE // PART):
-        s = part * PART + tl.arange(0, PART)
-        key = load_tile(b + first * b_stride + group * S, j, b_stride, s, live, S)
-        of_state = tl.load(states + (chunk * HEADS + head) * (P * S) + (p[None, :] * S + s[:, None]),
-                           mask=(p < P)[None, :] & (s < S)[:, None], other=0.0)
-        found = tl.dot(key, of_state, found, input_precision=PRECISION)
-    found = found * tl.load(table + 3 * size + j)[:, None]
-    own = load_tile(x + first * x_stride + head * P, j, x_stride, p, live, P)
-    step, decay = tl.load(table + j), tl.load(table + size + j)
-    here = head.to(tl.int64) * width + first + j
-    tl.store(products + here, step * tl.sum(own.to(tl.float32) * found, 1))
-    score = scores + (chunk * (HEADS // PER_GROUP) + group) * Q * Q
-    for later in range(tile, Q // TILE):
-        i = later * TILE + tl.arange(0, TILE)
-        row_ids = load_ids(ids, first + i, rows)
-        same = (row_ids[None, :] == column_ids[:, None]) & live[:, None] & (i[None, :] >= j[:, None])
-        weight = decay_between(same, tl.load(table + size + i)[None, :], decay[:, None])
-        weight *= tl.load(score + (i[None, :] * Q + j[:, None])).to(tl.float32)
-        outcome = load_tile(dy + first * dy_stride + head * P, i, dy_stride, p, row_ids >= 0, P)
-        found = tl.dot(weight.to(outcome.dtype), outcome, found, input_precision=PRECISION)
-    tl.store(direct + here, tl.sum(own.to(tl.float32) * found, 1))
-    result = found * step[:, None]
-    if SKIP:
-        outcome = load_tile(dy + first * dy_stride + head * P, j, dy_stride, p, live, P).to(tl.float32)
-        result += tl.load(d + head).to(tl.float32) * outcome
-        place = (chunk * tl.num_programs(1) + tile) * HEADS + head
-        tl.store(of_skip + place, tl.sum(tl.sum(own.to(tl.float32) * outcome, 1), 0))
-    place = j[:, None] * (HEADS * P) + p[None, :]
-    inside = (first + j < rows)[:, None] & (p < P)[None, :]
-    tl.store(dx + (first * HEADS + head) * P + place, result.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -204,21 +189,27 @@ def parts_of(programs: int, heads: int) -> int:
     return next((parts for parts in divisors if programs * parts >= ENOUGH_PROGRAMS), heads)
 
 
+def parts_for(share: int, programs: int, heads: int) -> int:
+    """Parts of `heads` heads of a group, `share` to a part; with share = 0 as `parts_of` has it."""
+    return heads // share_of(share, heads) if share else parts_of(programs, heads)
+
+
 def backward(dy: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor,
-             chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+             chunk: int, ways: Ways | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of x [T, H, P], dt [T, H], a [H], b and c [T, G, S] and d [H], in their dtypes.
 
     dy: [T, H, P], the gradient of y; the others as in `forward`; columns of dy, x, b and c lie side by side.
     """
+    ways = ways_of(x, b) if ways is None else ways
     sizes = sizes_of(x, b, chunk)
-    tables, through = tables_of(dt, a, ids, sizes)
-    scores = scores_of(b, c, ids, sizes)
-    entering, _ = carry(x, b, ids, tables, through, sizes)
-    of_leaving, carried = carry(dy.to(x.dtype), c, ids, tables, through, sizes, entering)
-    of_scores, columns, rowsums = _pair_gradients(x, dy, ids, tables, scores, sizes)
-    dc, entered = _shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, query=c)
-    db, _ = _shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes)
-    dx, direct, left, of_skip = _value_gradients(x, dy, b, d, ids, tables, scores, of_leaving, sizes)
+    tables, through = tables_of(dt, a, ids, sizes, ways.tables)
+    scores = scores_of(b, c, ids, sizes, ways.scores)
+    entering, _ = carry(x, b, ids, tables, through, sizes, way=ways.carry)
+    of_leaving, carried = carry(dy.to(x.dtype), c, ids, tables, through, sizes, entering, ways.back)
+    of_scores, columns, rowsums = pair_gradients(x, dy, ids, tables, scores, sizes, ways.pairs)
+    dc, entered = shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, c, ways.of_c)
+    db, _ = shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes, None, ways.of_b)
+    dx, direct, left, of_skip = value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes, ways.values)
     ddt = torch.empty(sizes.rows, sizes.heads, dtype=dt.dtype, device=x.device)
     of_rate = torch.empty(sizes.chunks, sizes.heads, dtype=torch.float32, device=x.device)
     _steps[(sizes.heads, sizes.chunks)](
@@ -229,50 +220,39 @@ def backward(dy: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor,
     return dx, ddt, of_rate.sum(0).to(a.dtype), db, dc, dd
 
 
-def _pair_gradients(x: Tensor, dy: Tensor, ids: Tensor, tables: Tensor, scores: Tensor,
-                    sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+def pair_gradients(x: Tensor, dy: Tensor, ids: Tensor, tables: Tensor, scores: Tensor, sizes: Sizes,
+                   way: Pairs = EVERYWHERE.pairs) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of the scores [N, G, Q, Q], dtype of x, and columns and rowsums, float32 [tiles, H, N Q]."""
     tiles, per_group = sizes.tiles, sizes.heads // sizes.groups
-    parts = parts_of(sizes.chunks * sizes.groups * tiles * (tiles + 1) // 2, per_group)
+    parts = parts_for(way.share, sizes.chunks * sizes.groups * tiles * (tiles + 1) // 2, per_group)
     partial = torch.empty(parts, *scores.shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
     columns, rowsums = torch.empty(2, tiles, *tables.shape[1:], dtype=torch.float32, device=x.device)
     _pairs[(sizes.chunks * sizes.groups, tiles * tiles, parts)](
         x, dy, ids, tables, scores, partial, columns, rowsums, sizes.rows, x.stride(0), dy.stride(0), tables.shape[2],
         Q=sizes.chunk, P=sizes.columns, HEADS=sizes.heads, GROUPS=sizes.groups, SHARE=per_group // parts,
-        TILE=sizes.tile, WIDE=padded(sizes.columns), PRECISION=precision_of(x.dtype))
+        TILE=sizes.tile, WIDE=padded(sizes.columns), PRODUCTS=way.products, PRECISION=precision_of(x.dtype),
+        **launched(way))
     return _added(partial, x.dtype), columns, rowsums
 
 
-def _shared_gradient(value: Tensor, key: Tensor, of_scores: Tensor, states: Tensor, ids: Tensor, tables: Tensor,
-                     sizes: Sizes, query: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def shared_gradient(value: Tensor, key: Tensor, of_scores: Tensor, states: Tensor, ids: Tensor, tables: Tensor,
+                    sizes: Sizes, query: Tensor | None = None,
+                    way: Shared = EVERYWHERE.of_c) -> tuple[Tensor, Tensor]:
     """Gradient of `query`, or without one of b: [T, G, S], dtype of key; and what `_shared` says of products."""
     per_group = sizes.heads // sizes.groups
-    parts = parts_of(sizes.chunks * sizes.groups * sizes.tiles, per_group)
+    tile = min(sizes.chunk, way.tile)
+    parts = parts_for(way.share, sizes.chunks * sizes.groups * (sizes.chunk // tile), per_group)
     out = torch.empty(parts, sizes.rows, sizes.groups, sizes.state, device=key.device,
                       dtype=key.dtype if parts == 1 else torch.float32)
     products = torch.empty(() if query is None else tables.shape[1:], dtype=torch.float32, device=key.device)
     own = key if query is None else query
-    _shared[(sizes.chunks * sizes.groups, sizes.tiles, parts)](
+    _shared[(sizes.chunks * sizes.groups, sizes.chunk // tile, parts)](
         value, key, of_scores, states, ids, tables, out, products, sizes.rows, value.stride(0), key.stride(0), own,
         own.stride(0), tables.shape[2], Q=sizes.chunk, P=sizes.columns, S=sizes.state, HEADS=sizes.heads,
-        GROUPS=sizes.groups, SHARE=per_group // parts, TILE=sizes.tile, WIDE=padded(sizes.columns),
-        STATE=padded(sizes.state), QUERIES=query is not None, PRECISION=precision_of(key.dtype), num_warps=8)
+        GROUPS=sizes.groups, SHARE=per_group // parts, TILE=tile, WIDE=padded(sizes.columns),
+        STATE=padded(sizes.state), QUERIES=query is not None, MASKED=tile > sizes.tile,
+        PRECISION=precision_of(key.dtype), **launched(way))
     return _added(out, key.dtype), products
-
-
-def _value_gradients(x: Tensor, dy: Tensor, b: Tensor, d: Tensor | None, ids: Tensor, tables: Tensor, scores: Tensor,
-                     of_leaving: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, direct and products of `_values`, and pieces of the gradient of d, float32 [N, tiles, H]."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    direct, products = torch.empty(2, *tables.shape[1:], dtype=torch.float32, device=x.device)
-    of_skip = torch.empty(sizes.chunks, sizes.tiles, sizes.heads, dtype=torch.float32, device=x.device)
-    _values[(sizes.heads, sizes.tiles, sizes.chunks)](
-        x, dy, b, tables if d is None else d, ids, tables, scores, of_leaving, dx, direct, products, of_skip,
-        sizes.rows, x.stride(0), dy.stride(0), b.stride(0), tables.shape[2], Q=sizes.chunk, P=sizes.columns,
-        S=sizes.state, HEADS=sizes.heads, PER_GROUP=sizes.heads // sizes.groups, TILE=sizes.tile,
-        WIDE=padded(sizes.columns), STATE=padded(sizes.state), PART=min(64, padded(sizes.state)), SKIP=d is not None,
-        PRECISION=precision_of(x.dtype))
-    return dx, direct, products, of_skip
 
 
 def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,16 +1,15 @@
-"""Forward kernels of ops/ssd.py; its `naive_ssd` is what they compute, its `chunked_ssd` how.
+"""Kernels that forward and backward of ops/ssd.py share; ops/ssd_forward_kernel.py makes y from what they make.
 
     tables   [4, H, N Q]   per row and head: step, log of the decay since document or chunk began, and two factors:
                            `arriving`, of the state that enters the chunk, `leaving`, into the one that leaves it
     scores   [N, G, Q, Q]  c_i . b_j of rows of a chunk, for all heads of a group; tiles on and below the diagonal only
     states   [N, H, P, S]  what enters each chunk: one program carries a piece of a head's state through all chunks in
                            float32 registers, and writes it down once per chunk, in the dtype of x
-    mixed    [T, H, P]     a tile of rows by one head: what the state adds, then tiles of earlier rows
 
 What stands in padding is not loaded. Sums run over rows in a fixed order and nothing is atomic, so results repeat
 bitwise; a pair of rows of two documents has the weight 0 exactly, and sums of decays start anew with each document.
-Tiles and warps are fixed, nothing is searched for: the first call of a shape compiles, later ones launch. Products are
-of x's dtype (float32: three products of tf32) and added up in float32. Offsets are 64-bit.
+Tiles and warps stand in a table (ops/ssd_ways.py), nothing is searched for: the first call of a shape compiles, later
+ones launch. Products are of x's dtype (float32: three products of tf32) and added up in float32. Offsets are 64-bit.
 
 Algorithm: Dao and Gu 2024, arXiv:2405.21060, section 6.
 """
@@ -21,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packgraph.ops.ssd_ways import EVERYWHERE, Carry, Scores, Tables, Ways, launched, ways_for
+
 MOST_TILE_ROWS = 64
-TABLE_HEADS = 16
-STATE_COLUMNS = 32
 STEP, DECAY, ARRIVING, LEAVING, TABLES = 0, 1, 2, 3, 4
 
 
@@ -55,6 +54,11 @@ def sizes_of(x: Tensor, b: Tensor, chunk: int) -> Sizes:
     return Sizes(rows, heads, columns, groups, state, triton.cdiv(rows, chunk), chunk)
 
 
+def ways_of(x: Tensor, b: Tensor) -> Ways:
+    """Ways for x [T, H, P] and b [T, G, S]."""
+    return ways_for(x.shape[0], x.shape[2], b.shape[2], x.dtype)
+
+
 def padded(size: int) -> int:
     """Columns of a tile that holds `size` of them; products need 16."""
     return max(16, triton.next_power_of_2(size))
@@ -80,6 +84,32 @@ def load_tile(start, row, stride, column, live, COUNT: tl.constexpr):  # type: i
 def decay_between(same, decay, earlier):  # type: ignore[no-untyped-def]
     """exp(decay - earlier) where `same`, else 0. The exponent is masked first: elsewhere it may be anything."""
     return tl.where(same, tl.exp(tl.where(same, decay - earlier, 0.0)), 0.0)
+
+
+@triton.jit
+def load_two(start, index, apart):  # type: ignore[no-untyped-def]
+    """start[index] and start[index + apart], by one load, which threads share out among themselves.
+
+    A load of fewer elements than there are threads would be made by every thread for all the columns that it has of a
+    product: as many instructions as the product's tile has columns.
+    """
+    return tl.split(tl.load(start + (index[:, None] + tl.arange(0, 2)[None, :] * apart)))
+
+
+@triton.jit
+def load_ids_once(ids, row, rows):  # type: ignore[no-untyped-def]
+    """As `load_ids`, in the manner of `load_two`."""
+    both = row[:, None] + tl.arange(0, 2)[None, :] * 0
+    return tl.split(tl.load(ids + both, mask=both < rows, other=-1))[0]
+
+
+@triton.jit
+def decay_within(decay, earlier):  # type: ignore[no-untyped-def]
+    """exp(decay - earlier), for pairs of a document; of others something finite, for a factor 0 or a mask to remove.
+
+    A mask that is needed for the exponent would have to be kept beside the scores, a register for every pair.
+    """
+    return tl.exp(tl.minimum(decay - earlier, 30.0))
 
 
 @triton.jit
@@ -174,46 +204,11 @@ def _carry(x, b, ids, tables, through, states, other, products, rows, x_stride, 
                 weight = tl.load(table + 3 * size + first + row) * tl.load(table + first + row)
             value = load_tile(x + first * x_stride + head * P, row, x_stride, p, live, P)
             key = load_tile(b + first * b_stride + head // PER_GROUP * S, row, b_stride, s, live, S)
-            weighted = (key.to(tl.float32) * weight[:, None]).to(value.dtype)
-            state = tl.dot(tl.trans(value), weighted, state, input_precision=PRECISION)
-
-
-@triton.jit
-def _mix(x, c, d, ids, tables, scores, states, y, rows, x_stride, c_stride, width, Q: tl.constexpr, P: tl.constexpr,  # type: ignore[no-untyped-def]
-         S: tl.constexpr, HEADS: tl.constexpr, PER_GROUP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-         STATE: tl.constexpr, PART: tl.constexpr, SKIP: tl.constexpr, PRECISION: tl.constexpr):
-    head, tile, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    group, first = head // PER_GROUP, chunk * Q
-    i, p = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDE)
-    size = HEADS * width.to(tl.int64)
-    table = tables + head.to(tl.int64) * width + first
-    row_ids = load_ids(ids, first + i, rows)
-    live = row_ids >= 0
-    mixed = tl.zeros([TILE, WIDE], tl.float32)
-    for part in tl.static_range(STATE // PART):
-        s = part * PART + tl.arange(0, PART)
-        query = load_tile(c + first * c_stride + group * S, i, c_stride, s, live, S)
-        entering = tl.load(states + (chunk * HEADS + head) * (P * S) + (p[None, :] * S + s[:, None]),
-                           mask=(p < P)[None, :] & (s < S)[:, None], other=0.0)
-        mixed = tl.dot(query, entering, mixed, input_precision=PRECISION)
-    arriving = tl.load(table + 2 * size + i)
-    mixed = tl.where((arriving > 0)[:, None], mixed * arriving[:, None], 0.0)
-    decay = tl.load(table + size + i)
-    score = scores + (chunk * (HEADS // PER_GROUP) + group) * Q * Q
-    for earlier in range(tile + 1):
-        j = earlier * TILE + tl.arange(0, TILE)
-        column_ids = load_ids(ids, first + j, rows)
-        same = (row_ids[:, None] == column_ids[None, :]) & live[:, None] & (i[:, None] >= j[None, :])
-        weight = decay_between(same, decay[:, None], tl.load(table + size + j)[None, :])
-        weight *= tl.load(score + (i[:, None] * Q + j[None, :])).to(tl.float32) * tl.load(table + j)[None, :]
-        value = load_tile(x + first * x_stride + head * P, j, x_stride, p, column_ids >= 0, P)
-        mixed = tl.dot(weight.to(value.dtype), value, mixed, input_precision=PRECISION)
-    if SKIP:
-        own = load_tile(x + first * x_stride + head * P, i, x_stride, p, live, P).to(tl.float32)
-        mixed += tl.load(d + head).to(tl.float32) * own
-    place = i[:, None] * (HEADS * P) + p[None, :]
-    inside = (first + i < rows)[:, None] & (p < P)[None, :]
-    tl.store(y + (first * HEADS + head) * P + place, mixed.to(y.dtype.element_ty), mask=inside)
+            if COLUMNS > WIDE:  # the smaller one is weighted
+                value = (value.to(tl.float32) * weight[:, None]).to(key.dtype)
+            else:
+                key = (key.to(tl.float32) * weight[:, None]).to(value.dtype)
+            state = tl.dot(tl.trans(value), key, state, input_precision=PRECISION)
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -221,58 +216,43 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def tables_of(dt: Tensor, a: Tensor, ids: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+def tables_of(dt: Tensor, a: Tensor, ids: Tensor, sizes: Sizes,
+              way: Tables = EVERYWHERE.tables) -> tuple[Tensor, Tensor]:
     """tables, float32 [4, H, N Q], and `through`, float32 [H, N]: what a state is multiplied with in each chunk."""
     width = sizes.chunks * sizes.chunk
     tables = torch.empty(TABLES, sizes.heads, width, dtype=torch.float32, device=dt.device)
     through = torch.empty(sizes.heads, sizes.chunks, dtype=torch.float32, device=dt.device)
-    _tables[(sizes.chunks, triton.cdiv(sizes.heads, TABLE_HEADS), sizes.tiles)](
+    _tables[(sizes.chunks, triton.cdiv(sizes.heads, way.heads), sizes.tiles)](
         dt, a, ids, tables, through, sizes.rows, dt.stride(0), width, sizes.chunks, Q=sizes.chunk, HEADS=sizes.heads,
-        TILE=sizes.tile, BLOCK=TABLE_HEADS)
+        TILE=sizes.tile, BLOCK=way.heads, num_warps=way.warps)
     return tables, through
 
 
-def scores_of(b: Tensor, c: Tensor, ids: Tensor, sizes: Sizes) -> Tensor:
+def scores_of(b: Tensor, c: Tensor, ids: Tensor, sizes: Sizes, way: Scores = EVERYWHERE.scores) -> Tensor:
     """[N, G, Q, Q], dtype of b; tiles above the diagonal are not written."""
     scores = b.new_empty(sizes.chunks, sizes.groups, sizes.chunk, sizes.chunk)
     _scores[(sizes.chunks * sizes.groups, sizes.tiles, sizes.tiles)](
         b, c, ids, scores, sizes.rows, b.stride(0), c.stride(0), Q=sizes.chunk, S=sizes.state, GROUPS=sizes.groups,
-        TILE=sizes.tile, WIDE=padded(sizes.state), PRECISION=precision_of(b.dtype))
+        TILE=sizes.tile, WIDE=padded(sizes.state), PRECISION=precision_of(b.dtype), num_warps=way.warps)
     return scores
 
 
 def carry(x: Tensor, b: Tensor, ids: Tensor, tables: Tensor, through: Tensor, sizes: Sizes,
-          entering: Tensor | None = None) -> tuple[Tensor, Tensor]:
+          entering: Tensor | None = None, way: Carry = EVERYWHERE.carry) -> tuple[Tensor, Tensor]:
     """States that enter each chunk [N, H, P, S], dtype of x; or, with `entering`, the gradients of those that leave.
 
     Backwards through the chunks, with the gradient of y for x and c for b, the same recurrence gives gradients of
     states. The second result is then, float32 [H, N, pieces], pieces of the gradient of log(through): the product of a
     state that enters with its gradient; otherwise it is empty.
     """
-    pieces = triton.cdiv(sizes.state, STATE_COLUMNS)
+    pieces = triton.cdiv(sizes.state, way.columns)
     states = x.new_empty(sizes.chunks, sizes.heads, sizes.columns, sizes.state)
     products = torch.empty(0 if entering is None else (sizes.heads, sizes.chunks, pieces), dtype=torch.float32,
                            device=x.device)
     _carry[(pieces, sizes.heads)](
         x, b, ids, tables, through, states, states if entering is None else entering, products, sizes.rows,
         x.stride(0), b.stride(0), tables.shape[2], sizes.chunks, Q=sizes.chunk, P=sizes.columns, S=sizes.state,
-        HEADS=sizes.heads, PER_GROUP=sizes.heads // sizes.groups, WIDE=padded(sizes.columns), COLUMNS=STATE_COLUMNS,
-        PART=sizes.tile if x.dtype == torch.float32 else min(sizes.chunk, 128), BACKWARD=entering is not None,
-        PRECISION=precision_of(x.dtype))
+        HEADS=sizes.heads, PER_GROUP=sizes.heads // sizes.groups, WIDE=padded(sizes.columns), COLUMNS=way.columns,
+        PART=sizes.tile if x.dtype == torch.float32 else min(sizes.chunk, way.rows), BACKWARD=entering is not None,
+        PRECISION=precision_of(x.dtype), **launched(way))
     return states, products
-
-
-def forward(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor,
-            chunk: int) -> Tensor:
-    """y [T, H, P]. Arguments as of `ssd`; columns of x, b and c must lie side by side."""
-    sizes = sizes_of(x, b, chunk)
-    tables, through = tables_of(dt, a, ids, sizes)
-    scores = scores_of(b, c, ids, sizes)
-    states, _ = carry(x, b, ids, tables, through, sizes)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _mix[(sizes.heads, sizes.tiles, sizes.chunks)](
-        x, c, a if d is None else d, ids, tables, scores, states, y, sizes.rows, x.stride(0), c.stride(0),
-        tables.shape[2], Q=chunk, P=sizes.columns, S=sizes.state, HEADS=sizes.heads,
-        PER_GROUP=sizes.heads // sizes.groups, TILE=sizes.tile, WIDE=padded(sizes.columns), STATE=padded(sizes.state),
-        PART=min(64, padded(sizes.state)), SKIP=d is not None, PRECISION=precision_of(x.dtype))
-    return y

@@ -21,7 +21,7 @@ def ssd_by_kernels(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Te
 def _ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, document_ids: Tensor,
          chunk: int) -> Tensor:
     """y [T, H, P]."""
-    from packgraph.ops.ssd_kernel import forward
+    from packgraph.ops.ssd_forward_kernel import forward
     return forward(side_by_side(x), _columns_dense(dt), a.contiguous(), side_by_side(b), side_by_side(c),
                    None if d is None else d.contiguous(), document_ids.contiguous(), chunk)
 
