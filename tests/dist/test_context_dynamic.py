@@ -13,6 +13,7 @@ from trainkit import tiny
 
 from packgraph.diagnose.matrix import dynamic_config, switching_steps
 from packgraph.diagnose.ranks import verify_ranks
+from packgraph.graphs.fallback import DOCUMENTS
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.packing.batch import PackedBatch
@@ -135,6 +136,16 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint_between_plans(tmp_path):
     equal(ranks(CP2, folder, config(CP2, 6, enabled=False), True)[0][0], whole)
     rows = [read_metrics(one / METRICS) for one in (folder, tmp_path / "whole")]
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+
+
+def test_rows_that_are_not_in_the_bank_run_eagerly_on_all_their_ranks_and_are_counted(tmp_path):
+    """More documents than graphs were captured for: never a replay of another bucket, bitwise the eager run."""
+    eager, *_ = ranks(CP2, tmp_path / "eager", config(CP2, dropout=0.1, max_documents=2, enabled=False))
+    graphs = ranks(CP2, tmp_path / "graphs", config(CP2, dropout=0.1, granularity="chunk", max_documents=2))
+    equal(eager[0], graphs[0][0])
+    for _, totals in graphs:
+        assert totals["fallbacks"].pop("warm-up") == 6 and totals["replayed"] > 0
+        assert set(totals["fallbacks"]) == {DOCUMENTS} and totals["fallbacks"][DOCUMENTS] > 0
 
 
 def timed_run(mesh, folder, settings, learn):
