@@ -15,11 +15,11 @@ PLAIN = ("host-splits", "eager", "chunk", "partial", "chunk+stash", "layer", "au
 PEERS = ("transformers", "transformers+compile")
 
 
-def rows_of(ways: tuple[str, ...], part: str = "layers") -> list[dict]:
+def rows_of(ways: tuple[str, ...], part: str = "layers", layers: int = 2, room: float = 1.0) -> list[dict]:
     device = torch.device("cuda", torch.cuda.current_device())
     rows = Rows(facts(device, "abc123"), write=False)
-    bench_step(StepOptions("moonlight", 2, (512,), ways, rounds=3, calls=2, mean=100.0, sigma=1.0, part=part,
-                           buckets=2), device, rows, Deadline(None))
+    bench_step(StepOptions("moonlight", layers, (512,), ways, rounds=3, calls=2, mean=100.0, sigma=1.0, part=part,
+                           buckets=2, room=room), device, rows, Deadline(None))
     for row in rows.all:
         json.dumps(row)
         assert row["reason"] is None, f"{row['way']}: {row['reason']}"
@@ -38,7 +38,15 @@ def test_every_way_without_a_compiler(part):
 
 @pytest.mark.slow
 def test_every_way_with_a_compiler():
-    rows_of(("host-splits", *(way for way in MOE_WAYS if way not in (*PLAIN, *PEERS))))
+    found = {row["way"]: row for row in rows_of(
+        ("host-splits", *(way for way in MOE_WAYS if way not in (*PLAIN, *PEERS))))}
+    assert found["chunk+compile+stash"]["loss"] == found["chunk+compile"]["loss"]
+
+
+def test_a_stash_takes_less_than_room_for_twice_the_rows():
+    exact, static, stashed = rows_of(("host-splits", "chunk", "chunk+stash"), layers=6, room=2.0)
+    assert exact["peak_ratio"] == exact["expert_ratio"] == 1.0 and static["expert_ratio"] == 2.0
+    assert stashed["peak_ratio"] < static["peak_ratio"] and stashed["slot_bytes"] < static["slot_bytes"]
 
 
 @pytest.mark.slow
