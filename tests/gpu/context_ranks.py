@@ -29,6 +29,7 @@ from packgraph.parallel.processes import Launch, processes
 from packgraph.train.dynamic_context import context_request
 from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
 
 VOCABULARY = 1024
 PLACES = (16, 64)
@@ -67,15 +68,21 @@ def verified(title, config, opened, device, options):
 
 
 def soak(config, device, steps):
-    """100 steps of changing lengths by two sides with equal random states; what is wrong on this rank, and figures."""
+    """100 steps of changing lengths by two sides with equal random states; what is wrong on this rank, and figures.
+
+    In the middle rows are timed by the graphs, as a run does, which must leave no trace.
+    """
     mesh = make_mesh(config.parallel.layout(), device)
     request = context_request(config, mesh.world, device)
     drawn = plan_steps(16, request, config.parallel.cp, VOCABULARY, longest=request.longest, mean=request.tokens / 2,
                        sigma=1.5, seed=7)
     eager, graph = (Side(dataclasses.replace(config, graph=dataclasses.replace(config.graph, enabled=enabled)), device,
                          mesh) for enabled in (False, True))
-    wrong, warm = [], None
+    wrong, warm, note = [], None, "rows were not timed"
     for number, step in enumerate(itertools.islice(itertools.cycle(drawn), steps)):
+        if number == WARM:
+            with put_back(graph.model.chunks, graph.executor, device):
+                note = measured_cost(request, VOCABULARY, time_row(graph.executor, device, slowest_rank(mesh))).note
         packs = step.packs[DYNAMIC]
         losses = [side.gradients_of(number, packs, False) for side in (eager, graph)]
         norms = [side.optimizer.step(1e-4) for side in (eager, graph)]
@@ -91,7 +98,7 @@ def soak(config, device, steps):
         if wrong:
             break
     sizes = sorted({pack.capacity.tokens // request.tokens for step in drawn for pack in step.packs[DYNAMIC]})
-    told = f"{steps} steps, groups of {sizes}, {graph.executor.totals()['replayed']} replayed on rank 0"
+    told = f"{steps} steps, groups of {sizes}, {graph.executor.totals()['replayed']} replayed on rank 0; {note}"
     graph.close()
     eager.close()
     return "; ".join(wrong[:3]), told

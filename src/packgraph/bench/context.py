@@ -46,8 +46,9 @@ KIND: ContextWish = "ulysses"  # how ranks share attention
 STEPS = 6  # different ones that the rounds go through
 PREPARING = 0.7  # of a limit in time, after which nothing else is prepared
 COLUMNS: list[Column] = [
-    ("way", value("way")), ("ranks", value("ranks")), ("ms / step", median("step_ms")), ("p90", lambda row: str(
-        row["figures"].get("step_ms", {}).get("p90", "-"))), ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)),
+    ("way", value("way")), ("ranks", value("ranks")), ("ms / step", median("step_ms")), ("p90", lambda row: format(
+        row["figures"]["step_ms"]["p90"], ".2f") if row["figures"] else "-"),
+    ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)),
     ("ratio", value("ratio", ".2f")), ("to dynamic", value("ratio_to_dynamic", ".2f")), ("rounds", value("rounds")),
     ("host ms", median("host_ms")),
     ("balance", value("balance", ".1%")), ("predicted ms", value("predicted_ms", ".1f")),
