@@ -55,7 +55,7 @@ def test_strict_raises_and_names_the_injected_error(monkeypatch):
     def fail(*args):
         raise RuntimeError("injected failure")
 
-    monkeypatch.setattr(build, "_describe", fail)
+    monkeypatch.setattr(build, "describe_entries", fail)
     with pytest.raises(CaptureError, match="injected failure"):
         graph(make_toy(), warmup=0, strict=True)(*toy_inputs(8))
 

@@ -17,11 +17,12 @@ from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.direct import Direct, direct_replay
+from packgraph.graphs.entries import Made, Passed, describe_entries, make_entry, owned_aliases
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import LEAVE_OUT, Journal, Watch
 from packgraph.graphs.parameters import Aliases, GradientBuffers, has_hooks, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
-from packgraph.graphs.region import Input, Made, Output, Passed, Region, shown_facts
+from packgraph.graphs.region import Input, Output, Region, shown_facts
 from packgraph.graphs.slot import Slot
 from packgraph.plan.regions import Run
 from packgraph.plan.stages import State
@@ -150,11 +151,11 @@ class VariantBuild:
         versions = [leaf._version for leaf in leaves]
         torch.clear_autocast_cache()
         with torch.enable_grad():
-            graph, result = self.window.capture(lambda: self.program.run(run, shown))
+            graph, (result, aliases) = self.window.capture(lambda: self._run_captured(run, shown, leaves))
         if versions != [leaf._version for leaf in leaves]:
             raise CaptureError(f"{self.program.describe(run)} changes one of its inputs in place", user_line(),
                                "write to a new tensor: the caller's tensor would not change when the graph is replayed")
-        entries, outputs = _describe(result, shown)
+        entries, outputs = describe_entries(result, shown, aliases)
         parameters = self._parameters_of(run, outputs, leaves)
         statics = [self.window.static(out) for out in outputs]
         self.forwards[index] = _Forward(run, graph, inputs, facts, leaves, origins, outputs, statics, entries,
@@ -162,7 +163,13 @@ class VariantBuild:
         made = self.made[index] = [_leaf(out) for out in outputs]
         for number, tensor in enumerate(made):
             self.origins[id(tensor)] = _Origin(tensor, index, number)
-        return {key: _build_entry(entry, state, made) for key, entry in entries.items()}
+        return {key: make_entry(entry, state, made) for key, entry in entries.items()}
+
+    def _run_captured(self, run: Run, shown: State, leaves: list[torch.Tensor]
+                      ) -> tuple[State, dict[int, torch.Tensor]]:
+        """What a forward graph holds."""
+        result = self.program.run(run, shown)
+        return result, owned_aliases(result, leaves)
 
     def _static_inputs(self, state: State) -> tuple[State, list[Input], list[torch.Tensor], list[_Origin]]:
         """The state as the region sees it: static tensors, cut from everything before."""
@@ -336,47 +343,6 @@ def detached_state(state: State) -> State:
     A tensor that occurs twice becomes two: the next call with this key may well pass two different ones.
     """
     return tree_map(lambda leaf: _leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf, state)
-
-
-def _describe(result: State, shown: State) -> tuple[dict[str, Passed | Made], list[torch.Tensor]]:
-    """How each entry of a region's result is made, and the tensors that the region itself made."""
-    handed = {}
-    for key, value in shown.items():
-        for position, leaf in enumerate(tree_leaves(value)):
-            if isinstance(leaf, torch.Tensor):
-                handed[id(leaf)] = (key, position)
-    outputs: list[torch.Tensor] = []
-    numbers: dict[int, int] = {}
-    entries: dict[str, Passed | Made] = {}
-    for key, value in result.items():
-        if key in shown and value is shown[key]:
-            entries[key] = Passed(key)
-            continue
-        flat, spec = tree_flatten(value)
-        leaves: list[tuple[str, Any]] = []
-        for leaf in flat:
-            if not isinstance(leaf, torch.Tensor):
-                leaves.append(("constant", leaf))
-            elif id(leaf) in handed:
-                leaves.append(("input", handed[id(leaf)]))
-            else:
-                if id(leaf) not in numbers:
-                    numbers[id(leaf)] = len(outputs)
-                    outputs.append(leaf)
-                leaves.append(("output", numbers[id(leaf)]))
-        entries[key] = Made(spec, tuple(leaves))
-    return entries, outputs
-
-
-def _build_entry(entry: Passed | Made, state: State, made: list[torch.Tensor]) -> Any:
-    """The value of an entry during the build."""
-    if isinstance(entry, Passed):
-        return state[entry.key]
-    values = []
-    for kind, what in entry.leaves:
-        source = made[what] if kind == "output" else what
-        values.append(tree_leaves(state[what[0]])[what[1]] if kind == "input" else source)
-    return tree_unflatten(values, entry.spec)
 
 
 def check_outputs(result: Any) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs.backend import Graph, Static
+from packgraph.graphs.entries import Made, Passed, make_entry
 from packgraph.graphs.parameters import GradientBuffers
 from packgraph.graphs.slot import Ticket
 from packgraph.plan.stages import State
@@ -100,7 +101,7 @@ class Region:
     inputs: list[Input]
     outputs: list[Output]
     facts: dict[str, tuple[TreeSpec, list[Any]]]
-    entries: dict[str, "Passed | Made"]
+    entries: dict[str, Passed | Made]
     backward: Graph | None = None
     owned: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
     returned: list[tuple[torch.nn.Parameter, Static]] = field(default_factory=list)
@@ -112,21 +113,6 @@ class Region:
         self.forward.reset()
         if self.backward is not None:
             self.backward.reset()
-
-
-@dataclass(frozen=True)
-class Passed:
-    """A state entry that the region hands through untouched, from entry `key`."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class Made:
-    """A state entry built from outputs (`Output` numbers), handed-through leaves and constants."""
-
-    spec: TreeSpec
-    leaves: tuple[tuple[str, Any], ...]
 
 
 def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
@@ -187,21 +173,7 @@ def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) ->
         made = tuple(output.static.tensor.detach() for output in region.outputs)
     for number, tensor in enumerate(made):
         homes.note(tensor, (region.number, number), alias=True)
-    return {key: _entry(entry, state, made) for key, entry in region.entries.items()}
-
-
-def _entry(entry: Passed | Made, state: State, made: tuple[torch.Tensor, ...]) -> Any:
-    if isinstance(entry, Passed):
-        return state[entry.key]
-    values = []
-    for kind, what in entry.leaves:
-        if kind == "output":
-            values.append(made[what])
-        elif kind == "input":
-            values.append(tree_leaves(state[what[0]])[what[1]])
-        else:
-            values.append(what)
-    return tree_unflatten(values, entry.spec)
+    return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
 
 
 class _Replay(torch.autograd.Function):
