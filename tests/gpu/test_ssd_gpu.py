@@ -8,6 +8,7 @@ from ssmkit import NAN, conv_inputs, distances, ids_of, ssd_inputs, with_gradien
 from packgraph.graphs.graphed import graph
 from packgraph.ops.conv import conv_problems, packed_causal_conv, plain_packed_causal_conv
 from packgraph.ops.ssd import chunked_ssd, ssd, ssd_problems
+from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Shared, Values, Ways
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -78,6 +79,22 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
     assert not ssd_problems(ids.device, dtype, inputs[0].shape[2], inputs[3].shape[2], chunk)
     wanted = in_float64(lambda *leaves: chunked_ssd(*leaves, ids, 64), inputs, grad)
     assert_near(by_ssd(inputs, grad, ids, chunk), wanted, dtype)
+
+
+@pytest.mark.parametrize("mix", [Mix("groups", 128, 4, warps=8, stages=2), Mix("groups", 64, 2),
+                                 Mix("through", chunk=64), Mix("through", columns=16, chunk=32)], ids=str)
+def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
+    """Whatever the table says; running sums of bfloat16 by products are tested nowhere else."""
+    from packgraph.ops import ssd_backward_kernel, ssd_forward_kernel
+    ways = Ways(mix=mix, carry=Carry(64), pairs=Pairs(products=True), of_c=Shared(128), of_b=Shared(128),
+                values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages))
+    for kernels in (ssd_backward_kernel, ssd_forward_kernel):
+        monkeypatch.setattr(kernels, "ways_of", lambda x, b: ways)
+    ids = ids_of([0, 3, 130, 0, 1, 300], 20, 1).cuda()
+    inputs, grad = ssd_case(len(ids))
+    found = by_ssd(inputs, grad, ids)
+    assert_near(found, in_float64(lambda *leaves: chunked_ssd(*leaves, ids, 64), inputs, grad), BF16)
+    assert all(torch.equal(old, new) for old, new in zip(found, by_ssd(inputs, grad, ids), strict=True))
 
 
 @pytest.mark.parametrize(("taps", "bias", "activation"), [(4, True, True), (4, False, True), (2, True, False)])
