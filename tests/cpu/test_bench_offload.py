@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from packgraph.bench.command import bench
-from packgraph.bench.copies import copy_ceiling, copy_times
-from packgraph.bench.offload import _search
+from packgraph.bench.copies import copy_ceiling, copy_times, free_host_bytes
+from packgraph.bench.models import shape
+from packgraph.bench.offload import OffloadOptions, _most_tokens, _search
+from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
 from packgraph.plan.offload.plan import CopySpeed
+
+CPU = torch.device("cpu")
 
 
 def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
@@ -51,6 +55,15 @@ def test_a_search_that_runs_out_of_time_says_at_least(capsys):
     *_, kept, moved = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert kept["way"] == "kept, largest" and kept["tokens"] == 32
     assert kept["reason"].startswith("at least so many tokens") and "not measured" in moved["reason"]
+
+
+def test_a_search_stops_before_the_host_has_no_memory_left():
+    model = build_part("layers", shape("tiny", 1), CPU, torch.float32)
+    options = OffloadOptions(model="tiny", layers=1, part="layers", tokens=(32,), modules=("mlp_act",), min_bytes=1,
+                             largest=32, host_bytes=40 * 2**30)
+    assert _most_tokens(options, model, CPU, "everything", CopySpeed(), Deadline(None), 32, 2.0**30) == (
+        32, "64 would take 64 GiB of pinned host memory, more than the 40 GiB of --host-gib")
+    assert 2**20 < free_host_bytes() < 2**50
 
 
 def test_a_cpu_has_no_copies_to_time():

@@ -13,6 +13,7 @@ from packgraph.bench.capture import COLUMNS as CAPTURE_COLUMNS
 from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
 from packgraph.bench.context import ContextOptions, bench_context
 from packgraph.bench.context_way import CONTEXT_WAYS, USUAL_WAYS
+from packgraph.bench.copies import free_host_bytes
 from packgraph.bench.distributions import DISTRIBUTIONS
 from packgraph.bench.expert_memory import with_memory
 from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
@@ -136,6 +137,8 @@ def _offload_options(offload: argparse.ArgumentParser) -> None:
     offload.add_argument("--rounds", type=_count, default=9, metavar="N", help="(default: 9)")
     offload.add_argument("--largest", type=int, default=0, metavar="T",
                          help="look for the most tokens that run, in steps of T (default: 0, do not)")
+    offload.add_argument("--host-gib", type=float, metavar="N",
+                         help="pinned memory that this search may take (default: half of what is free)")
     offload.add_argument("--draw", type=Path, metavar="FOLDER", help="write pictures of the plans there")
     offload.add_argument("--compile", action="store_true", help="graphs of compiled code")
 
@@ -289,7 +292,9 @@ def _offload(asked: argparse.Namespace) -> int:
     _refuse(_problems(asked))
     device = choose_device(asked.device)
     rows = Rows(facts(device, asked.commit), asked.out)
-    options = OffloadOptions(**_shared(  # type: ignore[arg-type]
+    # Half: torch may round what it pins up to a power of two.
+    host_bytes = free_host_bytes() // 2 if asked.host_gib is None else int(asked.host_gib * 2**30)
+    options = OffloadOptions(host_bytes=host_bytes, **_shared(  # type: ignore[arg-type]
         asked, device, "layers", "part", "documents", "modules", "lost", "in_flight", "min_bytes", "rounds", "largest",
         "compile", "attention", "draw"))
     return _finish(rows, lambda: bench_offload(options, device, rows, Deadline(asked.seconds)), "bench offload",

@@ -1,5 +1,8 @@
-"""Copies between device and pinned host memory: how fast they can be, and how fast those of a program were."""
+"""Copies between device and pinned host memory: how fast they can be, how fast those of a program were, and how much
+memory of the host there is for them."""
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -30,3 +33,14 @@ def copy_times(device: torch.device, run: Callable[[], object]) -> tuple[float, 
             if event.name.startswith(f"Memcpy {kind}"):
                 spent[kind] += event.time_range.end - event.time_range.start
     return spent["DtoH"], spent["HtoD"]
+
+
+def free_host_bytes() -> int:
+    """Memory that the host has available, caches included where it says so (Linux). Raises OSError where it does not
+    say anything."""
+    said = Path("/proc/meminfo")
+    for line in said.read_text(encoding="ascii").splitlines() if said.exists() else []:
+        name, _, size = line.partition(":")
+        if name == "MemAvailable":
+            return int(size.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

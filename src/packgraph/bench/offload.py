@@ -53,8 +53,8 @@ COLUMNS: list[Column] = [
 @dataclass(frozen=True)
 class OffloadOptions:
     """What to measure. modules: names that may move; those the model has not are left out. lost: share of the time that
-    the planned way may lose. largest: step in tokens of the search for the most that fit, 0 = no search. draw: a folder
-    for pictures of the plans."""
+    the planned way may lose. largest: step in tokens of the search for the most that fit, 0 = no search. host_bytes: of
+    pinned memory that the search may take. draw: a folder for pictures of the plans."""
 
     model: str
     layers: int | None
@@ -68,6 +68,7 @@ class OffloadOptions:
     rounds: int = 9
     calls: int = 4
     largest: int = 0
+    host_bytes: int = 2**50
     draw: Path | None = None
     compile: bool | str = False
     attention: str = "auto"
@@ -84,7 +85,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
     """One row for each way at each number of tokens, then for the largest numbers."""
     model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
     zero_gradients([model])
-    speed, known = copy_ceiling(device), dict.fromkeys(OFFLOAD_WAYS, 0)
+    speed, known, on_host = copy_ceiling(device), dict.fromkeys(OFFLOAD_WAYS, 0), dict.fromkeys(OFFLOAD_WAYS, 0.0)
     for tokens in options.tokens:
         kept: Row | None = None
         for way in OFFLOAD_WAYS:
@@ -93,14 +94,15 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
             free_unused(device)
             kept = kept or found
             known[way] = max(known[way], tokens if found else 0)
+            on_host[way] = max(on_host[way], (found or {}).get("host_bytes", 0) / tokens)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
     if options.largest:
         for way in OFFLOAD_WAYS[:2]:
-            work = partial(_most_tokens, options, model, device, way, speed, deadline, known[way])
+            work = partial(_most_tokens, options, model, device, way, speed, deadline, known[way], on_host[way])
             most, reason = attempt_alone(work, deadline)
-            tokens, exact = most or (known[way], False)
-            if most and not exact:
-                reason = f"at least so many tokens: {deadline.reason}"
+            tokens, stopped = most or (known[way], None)
+            if stopped:
+                reason = f"at least so many tokens: {stopped}"
             rows.add(_identity(options, model, tokens, f"{way}, largest", reason) | {"figures": {}})
 
 
@@ -226,11 +228,20 @@ def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, t
 
 
 def _most_tokens(options: OffloadOptions, model: DecoderStack, device: torch.device, way: str, speed: CopySpeed,
-                 deadline: Deadline, known: int) -> tuple[int, bool]:
-    """The most tokens, in steps of `options.largest`, that run, and whether more do not. known: tokens that run."""
+                 deadline: Deadline, known: int, on_host: float) -> tuple[int, str | None]:
+    """The most tokens, in steps of `options.largest`, that run, and what kept from trying more; None where more do not
+    run. known: tokens that run. on_host: bytes of pinned memory per token; a host that has no more ends the process."""
+    stopped: str | None = None
+
     def fits(steps: int) -> bool | None:
+        nonlocal stopped
         tokens = steps * options.largest
         if deadline.passed():
+            stopped = deadline.reason
+        elif tokens * on_host > options.host_bytes:
+            stopped = (f"{tokens} would take {tokens * on_host / 2**30:.0f} GiB of pinned host memory, more than the "
+                       f"{options.host_bytes / 2**30:.0f} GiB of --host-gib")
+        if stopped is not None:
             return None
         found, reason = attempt_alone(partial(_runs, options, model, device, tokens, way, speed), Deadline(None))
         free_unused(device)
@@ -238,8 +249,8 @@ def _most_tokens(options: OffloadOptions, model: DecoderStack, device: torch.dev
             raise RuntimeError(f"at {tokens} tokens: {reason}")
         return found is not None
 
-    steps, exact = _search(fits, known // options.largest)
-    return options.largest * steps, exact
+    steps, _ = _search(fits, known // options.largest)
+    return options.largest * steps, stopped
 
 
 def _search(fits: Callable[[int], bool | None], good: int = 0) -> tuple[int, bool]:
