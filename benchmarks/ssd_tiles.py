@@ -235,7 +235,7 @@ def time_pieces(session: Session, case: Case, ways: list[tuple[str, Way]]) -> di
     """Rows of times for all ways; for each piece its ways, the fastest first."""
     works, ordered = works_of(case), {}
     for piece, make in works.items():
-        usual = getattr(ways_for(case.tokens, 64, 128, case.grad.dtype), piece)
+        usual = getattr(ways_for(case.tokens, 64, 128, case.chunk, case.grad.dtype), piece)
         rows = [(timed(session, lambda way=way, make=make: make(way)), way) for of, way in ways if of == piece]
         for row, way in rows:
             keep(session, "us" not in row, section="time", tokens=case.tokens, piece=piece, way=written(way), **row)
@@ -252,7 +252,7 @@ def wholes(case: Case, ordered: dict[str, list[Way]]) -> dict[str, Ways]:
     mixes = [way for way in ordered["mix"] if isinstance(way, Mix)]
     written_down = [way for way in mixes if way.kernel != "through"]
     best = Ways(**{piece: ways[0] for piece, ways in ordered.items() if ways and piece != "mix"})
-    named = {"today": ways_for(case.tokens, 64, 128, case.grad.dtype)}
+    named = {"today": ways_for(case.tokens, 64, 128, case.chunk, case.grad.dtype)}
     named |= {f"best, mix {place}": best._replace(mix=way) for place, way in enumerate(written_down[:2], 1)}
     named |= {f"best, through {place}": best._replace(mix=way)
               for place, way in enumerate([way for way in mixes if way.kernel == "through"][:2], 1)}

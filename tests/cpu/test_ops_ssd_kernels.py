@@ -72,7 +72,7 @@ def other_ways(monkeypatch, **given):
     from packgraph.ops import ssd_backward_kernel, ssd_forward_kernel
     from packgraph.ops.ssd_ways import Ways
     for kernels in (ssd_forward_kernel, ssd_backward_kernel):
-        monkeypatch.setattr(kernels, "ways_of", lambda x, b: Ways(**given))
+        monkeypatch.setattr(kernels, "ways_of", lambda *sizes: Ways(**given))
 
 
 def grouped(tile, share):

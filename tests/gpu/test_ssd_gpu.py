@@ -89,7 +89,7 @@ def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
     ways = Ways(mix=mix, carry=Carry(64), pairs=Pairs(products=True), of_c=Shared(128), of_b=Shared(128),
                 values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages))
     for kernels in (ssd_backward_kernel, ssd_forward_kernel):
-        monkeypatch.setattr(kernels, "ways_of", lambda x, b: ways)
+        monkeypatch.setattr(kernels, "ways_of", lambda *sizes: ways)
     ids = ids_of([0, 3, 130, 0, 1, 300], 20, 1).cuda()
     inputs, grad = ssd_case(len(ids))
     found = by_ssd(inputs, grad, ids)

@@ -198,7 +198,7 @@ def backward(dy: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor,
 
     dy: [T, H, P], the gradient of y; the others as in `forward`; columns of dy, x, b and c lie side by side.
     """
-    ways = ways_of(x, b) if ways is None else ways
+    ways = ways_of(x, b, chunk) if ways is None else ways
     sizes = sizes_of(x, b, chunk)
     tables, through = tables_of(dt, a, ids, sizes, ways.tables)
     scores = scores_of(b, c, ids, sizes, ways.scores)

@@ -139,7 +139,7 @@ def mix(x: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor, tables: 
 def forward(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor, chunk: int,
             ways: Ways | None = None) -> Tensor:
     """y [T, H, P]. Arguments as of `ssd`; columns of x, b and c must lie side by side. ways: those of the table."""
-    ways = ways_of(x, b) if ways is None else ways
+    ways = ways_of(x, b, chunk) if ways is None else ways
     sizes = sizes_of(x, b, ways.mix.chunk or chunk)
     tables, through = tables_of(dt, a, ids, sizes, ways.tables)
     if ways.mix.kernel == "through":

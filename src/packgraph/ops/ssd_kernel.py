@@ -54,9 +54,9 @@ def sizes_of(x: Tensor, b: Tensor, chunk: int) -> Sizes:
     return Sizes(rows, heads, columns, groups, state, triton.cdiv(rows, chunk), chunk)
 
 
-def ways_of(x: Tensor, b: Tensor) -> Ways:
-    """Ways for x [T, H, P] and b [T, G, S]."""
-    return ways_for(x.shape[0], x.shape[2], b.shape[2], x.dtype)
+def ways_of(x: Tensor, b: Tensor, chunk: int) -> Ways:
+    """Ways for x [T, H, P] and b [T, G, S], in chunks of Q rows."""
+    return ways_for(x.shape[0], x.shape[2], b.shape[2], chunk, x.dtype)
 
 
 def padded(size: int) -> int:

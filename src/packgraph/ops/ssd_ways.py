@@ -1,8 +1,8 @@
 """How the kernels of ops/ssd.py are tiled, and which of several kernels does a piece of it: one table, by rows.
 
 Figures come from `benchmarks/ssd_tiles.py`. Every way gives the same numbers but for rounding. What the table says
-holds for 16-bit numbers and states of at most [64, 128]; larger ones, and float32, would not fit into shared memory
-with its tiles, and take the ways that fit everywhere.
+holds for 16-bit numbers, states of at most [64, 128] and chunks of at most 128 rows; larger ones, and float32, might
+not fit into shared memory with its tiles, and take the ways that fit everywhere.
 
 In all of them: warps of a program, stages of loads that are under way in its loop, registers of a thread at most (0: as
 many as there are), which decides how many programs run on a multiprocessor at once.
@@ -111,14 +111,14 @@ class Ways(NamedTuple):
 
 
 EVERYWHERE = Ways()
-MOST_HEAD_SIZE, MOST_STATE_SIZE = 64, 128  # of what the table is for
+MOST_HEAD_SIZE, MOST_STATE_SIZE, MOST_CHUNK = 64, 128, 128  # of what the table is for
 # (from how many rows on, how): descending.
 WAYS = ((8192, Ways()), (2048, Ways()), (0, Ways()))
 
 
-def ways_for(rows: int, head_size: int, state_size: int, dtype: torch.dtype) -> Ways:
-    """The ways for T rows of heads with P columns and states of S."""
-    if dtype.itemsize != 2 or head_size > MOST_HEAD_SIZE or state_size > MOST_STATE_SIZE:
+def ways_for(rows: int, head_size: int, state_size: int, chunk: int, dtype: torch.dtype) -> Ways:
+    """The ways for T rows of heads with P columns and states of S, in chunks of Q rows."""
+    if dtype.itemsize != 2 or head_size > MOST_HEAD_SIZE or state_size > MOST_STATE_SIZE or chunk > MOST_CHUNK:
         return EVERYWHERE
     return next(ways for least, ways in WAYS if rows >= least)
 
