@@ -15,9 +15,12 @@ WIDTH = 8
 
 
 class Chain(nn.Module):
-    """A chunk as a pipeline sees it: hidden states in, hidden states out, layer by layer."""
+    """A chunk as a pipeline sees it: hidden states in, hidden states out, layer by layer.
 
-    def __init__(self, layers=3, tied=False, skip=False):
+    skip: layers add to theirs the hidden states of the layer "before" them, or those of the "first".
+    """
+
+    def __init__(self, layers=3, tied=False, skip=""):
         super().__init__()
         self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.skip = skip
@@ -39,8 +42,8 @@ class Chain(nn.Module):
 
     def run(self, state, layer):
         hidden = nn.functional.dropout(self.linears[layer](state["hidden"]).tanh(), 0.2) * state["scale"]
-        return {**state, "hidden": hidden, "x": hidden if self.skip else state["x"]} | (
-            {"hidden": hidden + state["x"]} if self.skip and layer else {})
+        kept = hidden if self.skip == "before" or (self.skip and not layer) else state["x"]
+        return {**state, "hidden": hidden + state["x"] if self.skip and layer else hidden, "x": kept}
 
 
 def make_chain(**options):
@@ -90,10 +93,11 @@ def train(module, direct, steps=6, slots=3):
     return trace
 
 
+@pytest.mark.parametrize("skip", ["", "before"])
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
-def test_direct_replays_equal_eager_bitwise_with_slots_in_any_order(granularity):
-    eager = train(make_chain(), direct=False)
-    graphed = lending(make_chain(), granularity=granularity)
+def test_direct_replays_equal_eager_bitwise_with_slots_in_any_order(granularity, skip):
+    eager = train(make_chain(skip=skip), direct=False)
+    graphed = lending(make_chain(skip=skip), granularity=granularity)
     found = train(graphed, direct=True)
     assert all(torch.equal(a, b) for a, b in zip(eager, found, strict=True))
     assert graphed.stats.replayed > 5 and graphed._slots.in_flight() == 0
@@ -121,7 +125,7 @@ def test_gradients_in_a_larger_storage_are_added_to_inside_a_steady_block():
 
 @pytest.mark.parametrize(("make", "options"), [
     (lambda: make_chain(tied=True), {"granularity": "layer"}),
-    (lambda: make_chain(skip=True), {"granularity": "layer"}),
+    (lambda: make_chain(layers=4, skip="first"), {"granularity": "layer"}),
     (make_chain, {"scope": ["attn"]}),
 ], ids=["a parameter of two regions", "a sum of gradients", "an eager stage"])
 def test_what_autograd_has_to_do_is_not_replayed_directly(make, options):

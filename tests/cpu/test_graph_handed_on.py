@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from packgraph import eager
+from packgraph.graphs.fallback import OTHER_STATE
 from packgraph.graphs.graphed import graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -42,8 +43,8 @@ class Relay(nn.Module):
     def end(self, state):
         return {"sum": state["sum"]}
 
-    def forward(self, x):
-        return run_stages(self, x)
+    def forward(self, *args):
+        return run_stages(self, *args)
 
     def stages(self):
         first = [0, *itertools.accumulate(self.uses)]
@@ -184,3 +185,64 @@ def test_compiled_stages_hand_on_what_they_read():
     for one, other in zip(*runs, strict=True):
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
     torch._dynamo.reset()
+
+
+class Twins(Relay):
+    """One tensor under two entries, of which stages read now one, now the other. twice: who puts it there."""
+
+    def __init__(self, uses, twice, **options):
+        super().__init__(uses, made=twice == "stage", **options)
+        self.twice = twice
+
+    def begin(self, x, other=None):
+        state = {"shared": x, "sum": x.new_zeros(())}
+        return state if self.twice == "stage" else {**state, "other": x if other is None else other}
+
+    def make(self, state):
+        made = state["shared"] * self.weight
+        return {**state, "shared": made, "other": made}
+
+    def read(self, state, start, stop):
+        total = state["sum"]
+        for i in range(start, stop):
+            total = total + (state[("shared", "other")[i % 2]] * self.factors[i]).float().sum()
+        return {**state, "sum": total, "other": state["other"]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("twice", ["call", "stage"])
+@pytest.mark.parametrize(("granularity", "scope"), [
+    ("layer", None), ("chunk", None), ("chunk", ["attn"]), ("chunk", ["attn", "mamba"]), ("layer", ["attn", "mlp"]),
+    ("chunk", ["mlp", "mamba"])], ids=str)
+def test_one_tensor_in_two_entries_is_summed_as_in_eager(granularity, scope, twice, dtype):
+    assert_graph_is_eager(lambda: Twins((3, 2, 3, 1), twice, dtype=dtype), dtype, granularity=granularity, scope=scope)
+
+
+def test_a_stage_that_does_not_give_one_tensor_twice_any_more_is_no_wrong_number():
+    class Fickle(Twins):
+        calls = 0
+
+        def make(self, state):
+            state = super().make(state)
+            Fickle.calls += 1
+            return {**state, "other": state["other"] * 2} if Fickle.calls > 3 else state
+
+    graphed = graph(Fickle((3, 2), "stage"), warmup=1, scope=["attn", "mlp"])
+    found = gradients(graphed, steps=8)
+    Fickle.calls = 0
+    graphed.close()
+    assert graphed.stats.fallbacks[OTHER_STATE] > 0 and len(found) == 8
+
+
+def test_arguments_may_be_one_tensor_in_one_call_and_two_in_the_next():
+    graphed, twin = graph(Twins((1, 1), "call"), warmup=0), Twins((1, 1), "call")
+    for same in (True, False, True, False):
+        x, y = (torch.randn(ROWS, WIDTH).bfloat16().requires_grad_() for _ in range(2))
+        found = []
+        for module in (graphed, twin):
+            module(x, x if same else y)["sum"].backward()
+            found.append((x.grad, y.grad))
+            x.grad = y.grad = None
+        assert torch.equal(found[0][0], found[1][0])
+        assert same or torch.equal(found[0][1], found[1][1])
+    assert graphed.stats.replayed == 4

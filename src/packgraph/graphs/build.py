@@ -7,6 +7,7 @@ is captured, gradients until the region that reads them is. Nothing of the user'
 aliased, writes are journalled and undone, random generators are put back.
 """
 from collections import Counter, defaultdict
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +102,10 @@ class VariantBuild:
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Capture all regions for a call with these arguments."""
         first = self.program.begin(args, kwargs)
-        state = detached_state(first)
-        given = _numbers_of_tensors(args, kwargs, first, state)
+        numbers = _numbers_of_tensors(args, kwargs)
+        state = detached_state(first, numbers)
+        pairs = zip(tree_leaves(first), tree_leaves(state), strict=True)
+        given = {id(own): numbers[id(leaf)] for leaf, own in pairs if id(leaf) in numbers}
         for index, run in enumerate(self.program.runs):
             state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
         ends = []
@@ -142,8 +145,7 @@ class VariantBuild:
 
     def _cut(self, result: State, before: State) -> State:
         """Detach what an eager stage made; what it handed through keeps its identity."""
-        known = {id(t) for t in tree_leaves(before)}
-        return tree_map(lambda t: _leaf(t) if isinstance(t, torch.Tensor) and id(t) not in known else t, result)
+        return detached_state(result, {id(t) for t in tree_leaves(result)}, {id(t) for t in tree_leaves(before)})
 
     def _capture_forward(self, index: int, run: Run, state: State) -> State:
         shown, inputs, leaves, origins = self._static_inputs(state)
@@ -176,6 +178,7 @@ class VariantBuild:
         inputs: list[Input] = []
         leaves: list[torch.Tensor] = []
         origins: list[_Origin] = []
+        leaf_of: dict[int, torch.Tensor] = {}
         shown: State = {}
         for key, value in hide_lengths(state).items():
             flat, spec = tree_flatten(value)
@@ -183,9 +186,10 @@ class VariantBuild:
                 if not isinstance(tensor, torch.Tensor):
                     continue
                 origin, buffer = self._place(tensor)
-                leaf = origin.tensor.detach().requires_grad_(tensor.requires_grad)
-                flat[position] = leaf
-                leaves.append(leaf)
+                if id(tensor) not in leaf_of:  # one leaf for all its places: autograd sums all of its readers
+                    leaf_of[id(tensor)] = origin.tensor.detach().requires_grad_(tensor.requires_grad)
+                flat[position] = leaf_of[id(tensor)]
+                leaves.append(leaf_of[id(tensor)])
                 origins.append(origin)
                 token = ("slot" if origin.producer is None else origin.producer, origin.number)
                 inputs.append(Input(key, position, token, buffer, tensor.requires_grad,
@@ -226,7 +230,7 @@ class VariantBuild:
         starts, gradients = self._incoming(index, forward, outputs, region)
         if starts:
             owned, returned = self._classify(forward.parameters)
-            leaves = [leaf for leaf in forward.leaves if leaf.requires_grad]
+            leaves = list({id(leaf): leaf for leaf in forward.leaves if leaf.requires_grad}.values())
             region.owned = [(self.aliases.parameter_of[id(a)], self._own(a)) for a in owned]
             wanted = [*leaves, *owned, *returned]
             # Autocast ends with the forward: its own operations know what they were cast to.
@@ -278,8 +282,9 @@ class VariantBuild:
 
     def _landings(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs whose gradient is read later than right after the replay, with memory of the slot that takes it in."""
-        return [(leaf, self.window.allocate(leaf.detach())) for entry, leaf in zip(forward.inputs, forward.leaves,
-                strict=True) if leaf.requires_grad and entry.lend]
+        read_later = {id(leaf): leaf for entry, leaf in zip(forward.inputs, forward.leaves, strict=True)
+                      if leaf.requires_grad and entry.lend}
+        return [(leaf, self.window.allocate(leaf.detach())) for leaf in read_later.values()]
 
     def _collect(self, forward: _Forward, region: Region, owned: list[Any], returned: list[Any],
                  landings: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -303,17 +308,15 @@ class VariantBuild:
             leaf.grad = None
 
 
-def _numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any], first: State, state: State) -> dict[int, int]:
-    """For tensors of the build's first state, by identity: which of the call's tensors they are.
+def _numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+    """For the call's tensors, by identity, their numbers.
 
     A tensor that the call has twice is left out: which of the two places is meant cannot be told, and the next call may
     well have different tensors there.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     times = Counter(map(id, tensors))
-    numbers = {id(tensor): number for number, tensor in enumerate(tensors) if times[id(tensor)] == 1}
-    return {id(own): numbers[id(leaf)] for leaf, own in zip(tree_leaves(first), tree_leaves(state), strict=True)
-            if id(leaf) in numbers}
+    return {id(tensor): number for number, tensor in enumerate(tensors) if times[id(tensor)] == 1}
 
 
 def _backward(starts: list[Any], gradients: list[Any], wanted: list[Any], owned: list[Any],
@@ -337,12 +340,22 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def detached_state(state: State) -> State:
-    """The state cut from the caller's autograd graph.
+def detached_state(state: State, single: Container[int] = (), keep: Container[int] = ()) -> State:
+    """The state cut from the caller's autograd graph; tensors of `keep` (identities) are left as they are.
 
-    A tensor that occurs twice becomes two: the next call with this key may well pass two different ones.
+    A differentiable tensor of `single` that occurs twice stays one, so that its gradients are summed in eager's order.
+    Any other becomes two: the next call with this key may well pass two different ones.
     """
-    return tree_map(lambda leaf: _leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf, state)
+    cut: dict[int, torch.Tensor] = {}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in keep:
+            return leaf
+        if leaf.requires_grad and id(leaf) in single:
+            return cut.setdefault(id(leaf), _leaf(leaf))
+        return _leaf(leaf)
+
+    return tree_map(own, state)
 
 
 def check_outputs(result: Any) -> None:

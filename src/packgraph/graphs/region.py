@@ -131,12 +131,16 @@ def accepts(region: Region, state: State, homes: Homes) -> bool:
     """Whether a state that came through eager code is what the region was captured for.
 
     An eager stage may do what it likes, so its results are compared in all that is baked: structure, constants, shapes,
-    and the identity of tensors whose pointer is baked.
+    and the identity of tensors whose pointer is baked, be it that another entry of this state is copied there.
     """
     if shown_facts(state) != region.facts:
         return False
+    copied: dict[Token, torch.Tensor] = {}
     for entry in region.inputs:
-        if entry.buffer is None and homes.token(tree_leaves(state[entry.key])[entry.leaf]) != entry.token:
+        tensor = tree_leaves(state[entry.key])[entry.leaf]
+        if entry.buffer is not None:
+            copied[entry.token] = tensor
+        elif copied.get(entry.token) is not tensor and homes.token(tensor) != entry.token:
             return False
     return True
 
