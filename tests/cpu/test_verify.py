@@ -11,9 +11,10 @@ from packgraph.diagnose import command
 from packgraph.diagnose.compare import first_difference
 from packgraph.diagnose.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
 from packgraph.diagnose.verify import verify
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
+from packgraph.train import executor
 from packgraph.train.random_state import random_states
 
 CPU = torch.device("cpu")
@@ -112,6 +113,21 @@ def test_graphs_of_whole_steps_are_verified(optimizer: bool, monkeypatch: pytest
     monkeypatch.setattr(GraphedStep, "__call__", broken)
     report = verify("broken", config, random_packs(1), CPU)
     assert not report.good and report.differences["parameters"].step == 3
+
+
+def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same compiled code without graphs; compiled by a backend that is quick."""
+    made = []
+
+    def quick(*args: Any, compile: bool, **kwargs: Any) -> Any:
+        made.append(graph(*args, compile="aot_eager" if compile else False, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(executor, "graph", quick)
+    config = tiny_config("chunk", 0.0, 4)
+    report = verify("compiled", replace(config, graph=replace(config.graph, compile=True)), random_packs(1), CPU)
+    assert report.good and [graphed.stats.compiled > 0 for graphed in made] == [True, True]
+    assert made[0].stats.replayed == 0 < made[1].stats.replayed
 
 
 def test_nothing_replayed_is_no_success() -> None:

@@ -125,7 +125,8 @@ def compare_with_one_process(config: TrainConfig, packs: Packs, device: torch.de
 
 def _for_one(config: TrainConfig) -> TrainConfig:
     """The same training in one process, eagerly."""
-    return replace(config, parallel=ParallelConfig(), graph=replace(config.graph, enabled=False, granularity="layer"))
+    graph = replace(config.graph, enabled=False, compile=False, granularity="layer")
+    return replace(config, parallel=ParallelConfig(), graph=graph)
 
 
 def _one_step(step: int, run: Side, alone: Side | None, batches: list[PackedBatch], learning_rate: float,

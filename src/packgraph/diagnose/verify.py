@@ -71,7 +71,7 @@ def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, 
     tokens of a step (default: run.tokens_per_step). Goes on after a difference of one kind, to report the first one
     of each: those of this rank.
     """
-    eager = Side(replace(config, graph=replace(config.graph, enabled=False)), device, mesh)
+    eager = Side(_without_graphs(config), device, mesh)
     graph = Side(replace(config, graph=replace(config.graph, enabled=True)), device, mesh)
     report = VerifyReport(title)
     try:
@@ -88,6 +88,12 @@ def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, 
         graph.close()
         eager.close()
     return report
+
+
+def _without_graphs(config: TrainConfig) -> TrainConfig:
+    """The same training eagerly; where layers are compiled, the compiled code that graphs are captured from."""
+    eager = {"warmup": config.run.steps + 1} if config.graph.compile else {"enabled": False}
+    return replace(config, graph=replace(config.graph, **eager))  # type: ignore[arg-type]
 
 
 def _compare_step(step: int, eager: Side, graph: Side, batches: list[PackedBatch], in_flight: bool,
