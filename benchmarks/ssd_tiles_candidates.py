@@ -1,7 +1,7 @@
 """What `ssd_tiles.py` tries for each piece of SSD: today's way first, then others, the likely ones first."""
-from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Scores, Shared, Steps, Tables, Values
+from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Scores, Shared, Tables, Values
 
-Way = Tables | Scores | Carry | Mix | Pairs | Shared | Values | Steps
+Way = Tables | Scores | Carry | Mix | Pairs | Shared | Values
 
 
 def carries() -> list[Carry]:
@@ -51,12 +51,10 @@ def values() -> list[Values]:
 
 def candidates(cuda: bool) -> list[tuple[str, Way]]:
     """All ways with the piece that each is of; the number of a way in this list is its name between processes."""
-    tables = [Tables(heads, rows, warps)
-              for heads, rows, warps in ((16, 64, 4), (16, 128, 4), (32, 64, 4), (16, 64, 8), (32, 64, 8), (16, 64, 2))]
+    tables = [Tables(heads, warps) for heads, warps in ((16, 4), (32, 4), (16, 8), (32, 8), (16, 2))]
     lists: dict[str, list[Way]] = {
         "mix": [*mixes()], "carry": [*carries()], "values": [*values()], "pairs": [*pairs()], "back": [*carries()],
         "of_c": [*shared()], "of_b": [*shared()], "tables": [*tables],
-        "steps": [Steps(heads, warps) for heads, warps in ((8, 4), (4, 4), (8, 8), (16, 8), (2, 4))],
         "scores": [Scores(warps) for warps in (4, 8)]}
     if not cuda:
         lists = {"mix": [Mix(), Mix("groups", 16, 2), Mix("through", columns=16)], "pairs": [Pairs(products=True)],

@@ -84,7 +84,7 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
 @pytest.mark.parametrize("mix", [Mix("groups", 128, 4, warps=8, stages=2), Mix("groups", 64, 2),
                                  Mix("through", chunk=64), Mix("through", columns=16, chunk=32)], ids=str)
 def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
-    """Whatever the table says; running sums of bfloat16 by products are tested nowhere else."""
+    """Whatever the table says; running sums by products in tf32 are tested nowhere else."""
     from packgraph.ops import ssd_backward_kernel, ssd_forward_kernel
     ways = Ways(mix=mix, carry=Carry(64), pairs=Pairs(products=True), of_c=Shared(128), of_b=Shared(128),
                 values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages))

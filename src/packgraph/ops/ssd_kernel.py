@@ -114,7 +114,7 @@ def decay_within(decay, earlier):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tables(dt, a, ids, tables, through, rows, dt_stride, width, chunks, Q: tl.constexpr, HEADS: tl.constexpr,  # type: ignore[no-untyped-def]
-            TILE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr):
+            TILE: tl.constexpr, BLOCK: tl.constexpr):
     """A tile of rows for BLOCK heads. Sums over rows of a document are products with a matrix of ones and zeros.
 
     In three products of tf32: the ones are exact, and of a decay's log two times 11 bits are kept. Other documents add
@@ -128,8 +128,8 @@ def _tables(dt, a, ids, tables, through, rows, dt_stride, width, chunks, Q: tl.c
     last = tl.load(ids + first + (Q - 1), mask=first + (Q - 1) < rows, other=-1)
     before = tl.load(ids + first - 1, mask=chunk > 0, other=-1)
     decay, later = tl.zeros([TILE, BLOCK], tl.float32), tl.zeros([TILE, BLOCK], tl.float32)
-    for part in tl.static_range(Q // PART):
-        j = part * PART + tl.arange(0, PART)
+    for other in range(Q // TILE):
+        j = other * TILE + tl.arange(0, TILE)
         column_ids = load_ids(ids, first + j, rows)
         same = (row_ids[:, None] == column_ids[None, :]) & (column_ids >= 0)[None, :]
         step = load_tile(dt + first * dt_stride, j, dt_stride, head, column_ids >= 0, HEADS)
@@ -184,22 +184,17 @@ def _carry(x, b, ids, tables, through, states, other, products, rows, x_stride, 
     size = HEADS * width.to(tl.int64)
     table = tables + head.to(tl.int64) * width
     state = tl.zeros([WIDE, COLUMNS], tl.float32)
-    start = chunks - 1 if BACKWARD else 0
-    kept = tl.load(through + head * chunks + start)
-    if BACKWARD:
-        entering = tl.load(other + (tl.cast(start, tl.int64) * HEADS + head) * (P * S) + place, mask=inside, other=0.0)
     for turn in range(chunks):
         chunk = chunks - 1 - turn if BACKWARD else turn
         first = chunk.to(tl.int64) * Q  # type: ignore[union-attr]
         here = (chunk.to(tl.int64) * HEADS + head) * (P * S)  # type: ignore[union-attr]
         tl.store(states + here + place, state.to(states.dtype.element_ty), mask=inside)
-        # What no product needs is not loaded ahead by the compiler, and every chunk would wait for it.
-        coming = tl.maximum(chunk - 1, 0) if BACKWARD else tl.minimum(chunk + 1, chunks - 1)
-        next_kept = tl.load(through + head * chunks + coming)
+        kept = tl.load(through + head * chunks + chunk)
         if BACKWARD:
-            next_entering = tl.load(other + (coming.to(tl.int64) * HEADS + head) * (P * S) + place, mask=inside,
-                                    other=0.0)
-        carried = state * kept
+            entering = tl.load(other + here + place, mask=inside, other=0.0).to(tl.float32)
+            product = tl.sum(tl.sum(entering * state, 1), 0)
+            tl.store(products + (head * chunks + chunk) * tl.num_programs(0) + piece, kept * product)
+        state = state * kept
         for part in tl.static_range(Q // PART):
             row = part * PART + tl.arange(0, PART)
             live = load_ids(ids, first + row, rows) >= 0
@@ -213,13 +208,7 @@ def _carry(x, b, ids, tables, through, states, other, products, rows, x_stride, 
                 value = (value.to(tl.float32) * weight[:, None]).to(key.dtype)
             else:
                 key = (key.to(tl.float32) * weight[:, None]).to(value.dtype)
-            carried = tl.dot(tl.trans(value), key, carried, input_precision=PRECISION)
-        if BACKWARD:
-            product = tl.sum(tl.sum(entering.to(tl.float32) * state, 1), 0)
-            tl.store(products + (head * chunks + chunk) * tl.num_programs(0) + piece, kept * product)
-            entering = next_entering
-        kept = next_kept
-        state = carried
+            state = tl.dot(tl.trans(value), key, state, input_precision=PRECISION)
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -235,7 +224,7 @@ def tables_of(dt: Tensor, a: Tensor, ids: Tensor, sizes: Sizes,
     through = torch.empty(sizes.heads, sizes.chunks, dtype=torch.float32, device=dt.device)
     _tables[(sizes.chunks, triton.cdiv(sizes.heads, way.heads), sizes.tiles)](
         dt, a, ids, tables, through, sizes.rows, dt.stride(0), width, sizes.chunks, Q=sizes.chunk, HEADS=sizes.heads,
-        TILE=sizes.tile, BLOCK=way.heads, PART=min(sizes.chunk, way.rows), num_warps=way.warps)
+        TILE=sizes.tile, BLOCK=way.heads, num_warps=way.warps)
     return tables, through
 
 
