@@ -133,11 +133,8 @@ class MoEBlock(nn.Module):
         if settings.drop_factor:
             most = math.ceil(settings.drop_factor * padding.numel() * settings.per_token / settings.count)
             routing = drop_beyond(routing, settings.count, most)
-        # Hidden was read here and is read again behind the experts. As a tensor of this stage's own its gradients are
-        # summed here, in the same order whether the stages behind it are captured with it or not.
-        hidden = state["hidden"]
         rows = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        found = {**state, "hidden": hidden.view_as(hidden), "moe_input": rows, "moe_routing": routing}
+        found = {**state, "moe_input": rows, "moe_routing": routing}
         if self.shared_experts is not None:
             found["moe_shared"] = self.shared_experts(x)
         if self.training:
@@ -145,7 +142,7 @@ class MoEBlock(nn.Module):
                 self.gate.load.add_(expert_counts(scored.routing.experts, settings.count))
             loss = self._loss(logits, scored.scores, scored.routing.experts, state, ~padding)
             if loss is not None:
-                found["hidden"] = attach(hidden, loss, share_of_step(state))
+                found["hidden"] = attach(state["hidden"], loss, share_of_step(state))
         return found
 
     def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor, state: State, valid: Tensor) -> Tensor | None:
