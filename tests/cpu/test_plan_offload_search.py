@@ -22,7 +22,8 @@ def every_plan(trace: OffloadTrace, speed: CopySpeed) -> list[OffloadPlan]:
     """All legal plans, with their figures."""
     place, late = trace.backward_place, trace.backward_order
     found = []
-    for moves in product((False, True), repeat=len(trace.groups)):
+    # A copy of nothing would be a place to wait at, and no more; it is none that a program could make.
+    for moves in product(*((False, True) if group.bytes else (False,) for group in trace.groups)):
         starts = [trace.backward_order[:trace.backward_place[index] + 1] if moved else (KEPT,)
                   for index, moved in enumerate(moves)]
         for reload_at in product(*starts):
