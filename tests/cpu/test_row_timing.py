@@ -17,7 +17,7 @@ from packgraph.train.data import DataConfig, PlannedSteps
 from packgraph.train.executor import Executor
 from packgraph.train.options import GraphConfig
 from packgraph.train.random_state import random_states
-from packgraph.train.row_timing import measured_cost, put_back, sample_rows, time_row
+from packgraph.train.row_timing import is_wanted, measured_cost, put_back, sample_rows, time_row
 
 CPU = torch.device("cpu")
 PRIOR = ContextCost(microbatch_us=1000.0, token_us=1.0, attention_us=1e-4, group_us=500.0, exchange_us=0.5,
@@ -154,3 +154,10 @@ def test_the_command_plans_by_the_costs_of_a_run(tmp_path, capsys):
         predicted = next(line for line in shown.splitlines() if line.startswith("step"))
         assert float(predicted.split()[1]) > 1e5, "in milliseconds of that machine"
     assert cli.main(words) == 0 and "costs estimated for qwen3-tiny" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("wish", "device", "deterministic", "wanted"), [
+    ("auto", "cuda", False, True), ("auto", "cuda", True, False), ("auto", "cpu", False, False),
+    (True, "cpu", True, True), (False, "cuda", False, False)])
+def test_rows_are_timed_where_times_mean_something(wish, device, deterministic, wanted):
+    assert is_wanted(wish, torch.device(device), deterministic) is wanted

@@ -148,7 +148,7 @@ class ParallelConfig:
     dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each microbatch anew; the
         documents of a step are shared out to all ranks of dp x cp together.
     time_rows: once graphs are captured, time rows of every number of ranks, and plan by that instead of by estimates,
-        with dynamic_cp; auto = on CUDA only.
+        with dynamic_cp; auto = on CUDA, unless the run is deterministic, since other times may make other plans.
     tp: parts that every matrix is split into.
     pp: ranks of the pipeline.
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles, more transfers.

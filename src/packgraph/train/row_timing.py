@@ -38,6 +38,12 @@ TimeRow = Callable[[PackedBatch], float]
 Slowest = Callable[[float], float]
 
 
+def is_wanted(wish: bool | str, device: torch.device, deterministic: bool) -> bool:
+    """Whether to time rows. wish: as of `parallel.time_rows`; auto = on CUDA, where times mean something, and not in a
+    run that is to give the same bits again, since other times may make other plans."""
+    return device.type == "cuda" and not deterministic if wish == "auto" else bool(wish)
+
+
 def sample_rows(request: ContextRequest, vocabulary: int) -> list[tuple[int, PackedBatch]]:
     """Rows to be timed, with their numbers of ranks, largest first: of every size one with a single document, and one
     with short documents for the fewest and for the most places. Tokens are drawn, so that experts are about equally

@@ -45,7 +45,7 @@ from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.repeat import Repeats
-from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
+from packgraph.train.row_timing import is_wanted, measured_cost, put_back, slowest_rank, time_row
 from packgraph.train.run_files import writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
 from packgraph.train.sharing import Sharing
@@ -254,10 +254,10 @@ class Trainer:
     def _time_rows(self) -> bool:
         """With the first step after the capture done: measure what rows cost, and plan by that; whether it did.
         Collective."""
-        steps, wish = self.microbatches, self.config.parallel.time_rows
+        steps, run = self.microbatches, self.config.run
         if not isinstance(steps, PlannedSteps) or steps.is_measured \
                 or self.step - self._resumed_at != self.config.graph.warmup + 1 \
-                or not (self.device.type == "cuda" if wish == "auto" else wish):
+                or not is_wanted(self.config.parallel.time_rows, self.device, run.deterministic):
             return False
         timed = time_row(self.executor, self.device, slowest_rank(self.mesh))
         with put_back(self.model.chunks, self.executor, self.device):
