@@ -3,6 +3,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from importlib.metadata import version
 
 import pytest
@@ -121,3 +122,19 @@ def test_what_descriptors_cannot_take_goes_by_pointers(monkeypatch):
     left, right, total = torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(2, 8, 8)
     assert not describable(left)
     assert added_way(total, left, right).kernel == "pointers" and multiplied_way(left, total).kernel == "torch"
+
+
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
+def test_descriptors_are_for_the_device_they_were_tried_on(major, monkeypatch):
+    monkeypatch.setattr(grouped_ways, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    like = types.SimpleNamespace(is_cuda=True, device="cuda", data_ptr=lambda: 0, numel=lambda: 64,
+                                 element_size=lambda: 2, stride=lambda *dim: 1 if dim else (8, 1))
+    assert describable(like) is (major == 9)
+
+
+def test_what_begins_anywhere_is_copied_to_where_kernels_like_it():
+    even, odd = torch.arange(64).bfloat16(), torch.arange(65).bfloat16()[1:]
+    assert grouped_ways.aligned(even) is even
+    moved = grouped_ways.aligned(odd)
+    assert odd.data_ptr() % 16 and moved.data_ptr() % 16 == 0 and torch.equal(moved, odd)

@@ -11,8 +11,10 @@ from trainkit import tiny, trainer
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
+from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.offload_report import report_offloading
+from packgraph.train.offloading import Offloading, Planner
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -74,3 +76,35 @@ def test_offloading_is_bitwise_keeping(layout, chunks, granularities, tmp_path):
     names = [f"rank {rank}" + (f" chunk {chunk}" if chunks > 1 else "") for rank in (0, 1) for chunk in range(chunks)]
     assert [line.split("  ")[0] for line in told[1:-1]] == names, "rank 0 knows the plans of all"
     assert len(list((tmp_path / "1" / "offload").glob("*.svg"))) == len(names)
+
+
+class Unplannable:
+    """An engine whose plan cannot be made on the last rank."""
+
+    def __init__(self, wrong):
+        self.trace, self.policy, self.wrong = object(), None, wrong
+
+    def end_step(self):
+        pass
+
+    def settle(self):
+        if self.wrong:
+            raise ConfigError(["offload.budget = 1KiB: nothing fits"])
+
+
+def plan_once(mesh):
+    """The problems that a rank hears of, and whether it went on."""
+    told, planner = [], Planner(OffloadConfig(modules=("core_attn",)), 0, 1)
+    offloading = Offloading([Unplannable(mesh.rank == mesh.world - 1)], [planner], 2, torch.device("cpu"),
+                            mesh.everyone())
+    offloading.when_planned = told.append
+    offloading(1)
+    try:
+        offloading(2)
+    except ConfigError as error:
+        return error.problems, told
+    return (), told
+
+
+def test_what_cannot_be_planned_on_one_rank_ends_the_run_on_all():
+    assert run_ranks(plan_once, 2) == [(("offload.budget = 1KiB: nothing fits",), [])] * 2

@@ -91,7 +91,8 @@ def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, 
 
 
 def _without_graphs(config: TrainConfig) -> TrainConfig:
-    """The same training eagerly; where layers are compiled, the compiled code that graphs are captured from."""
+    """The same training eagerly; where layers are compiled, the compiled code that graphs are captured from: what is
+    compared is capture and replay, not the compiler."""
     eager = {"warmup": config.run.steps + 1} if config.graph.compile else {"enabled": False}
     return replace(config, graph=replace(config.graph, **eager))  # type: ignore[arg-type]
 

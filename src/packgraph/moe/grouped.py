@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.moe.grouped_ways import ALIGNMENT, HOPPER, multiplied_way, programs_at_once
+from packgraph.moe.grouped_ways import ALIGNMENT, HOPPER, aligned, multiplied_way, programs_at_once
 from packgraph.ops.loss import HAS_TRITON
 
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,9 +90,9 @@ def add_matrices_gradient(total: Tensor, grad: Tensor, a: Tensor, offsets: Tenso
     """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA in bfloat16.
 
     There the sum is rounded once, elsewhere (and in ways that let the cache add, see moe/grouped_ways.py) the product
-    first. The name is an agreement: graphs/products.py puts
-    `add_name` for `name` where a weight's `.grad` may be added to. With few rows per expert a gradient costs what its
-    memory does, and written, read and added it goes through twice as much.
+    first. The name is an agreement: graphs/products.py puts `add_name` for `name` where a weight's `.grad` may be added
+    to. With few rows per expert a gradient costs what its memory does, and written, read and added it goes through
+    twice as much.
     """
     if HAS_TRITON and total.is_cuda and total.dtype == torch.bfloat16 and total.is_contiguous():
         from packgraph.moe.grouped_kernel import add_products
@@ -136,12 +136,12 @@ def _rows(x: Tensor) -> Tensor:
     """x, in rows that a kernel can read."""
     stride = x.stride(0)
     fits = x.stride(1) == 1 and stride >= x.shape[1] and stride * x.element_size() % ALIGNMENT == 0
-    return x if fits else x.contiguous()
+    return aligned(x if fits else x.contiguous())
 
 
 def _matrices(matrices: Tensor, transposed: bool) -> Tensor:
     """[E, K, N]."""
-    matrices = matrices.contiguous()
+    matrices = aligned(matrices.contiguous())
     return matrices.mT if transposed else matrices
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from packgraph.moe.grouped_added_kernel import add_by_descriptors
-from packgraph.moe.grouped_ways import Added, added_way, programs_at_once
+from packgraph.moe.grouped_ways import Added, added_way, aligned, programs_at_once
 
 
 @triton.jit
@@ -48,8 +48,12 @@ def add_products(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor, wa
 
     total: contiguous. way: how; by default what the table says.
     """
-    left, right = (x if x.stride(1) == 1 else x.contiguous() for x in (left, right))
+    left, right = (aligned(x if x.stride(1) == 1 else x.contiguous()) for x in (left, right))
     offsets = offsets.contiguous()
+    if (there := aligned(total)) is not total:
+        add_products(there, left, right, offsets, way)
+        total.copy_(there)
+        return
     way = added_way(total, left, right) if way is None else way
     if way.kernel == "descriptors":
         add_by_descriptors(total, left, right, offsets, way, programs_at_once(total.device, way.programs))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packgraph.ops.loss import HAS_TRITON
 
-HOPPER = (9, 0)
+HOPPER = (9, 0)  # with 9 alone descriptors were tried, and their tiles fit into shared memory
 ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides
 
 
@@ -81,10 +81,16 @@ def multiplied_way(a: Tensor, matrices: Tensor) -> Multiplied:
 def describable(*tensors: Tensor) -> bool:
     """Whether descriptors can stand for these: on compute capability 9.0, none empty, aligned, last dimension dense."""
     return HAS_TRITON and all(
-        x.is_cuda and x.numel() > 0 and torch.cuda.get_device_capability(x.device) >= HOPPER
+        x.is_cuda and x.numel() > 0 and torch.cuda.get_device_capability(x.device)[0] == HOPPER[0]
         and x.data_ptr() % ALIGNMENT == 0 and x.stride(-1) == 1
         and all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
         for x in tensors)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy that begins where kernels like it. So which kernel makes a product follows from shapes and strides
+    and never from where a tensor lies: eager calls and replays, which have copies of their own, choose alike."""
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def programs_at_once(device: torch.device, each: int) -> int:

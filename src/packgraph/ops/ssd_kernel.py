@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.ops.ssd_ways import EVERYWHERE, Carry, Scores, Tables, Ways, launched, ways_for
+from packgraph.ops.ssd_ways import EVERYWHERE, HOPPER, Carry, Scores, Tables, Ways, launched, ways_for
 
 MOST_TILE_ROWS = 64
 STEP, DECAY, ARRIVING, LEAVING, TABLES = 0, 1, 2, 3, 4
@@ -55,7 +55,10 @@ def sizes_of(x: Tensor, b: Tensor, chunk: int) -> Sizes:
 
 
 def ways_of(x: Tensor, b: Tensor, chunk: int) -> Ways:
-    """Ways for x [T, H, P] and b [T, G, S], in chunks of Q rows."""
+    """Ways for x [T, H, P] and b [T, G, S], in chunks of Q rows: those of the table where its tiles fit into shared
+    memory, which is Hopper's."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] != HOPPER:
+        return EVERYWHERE
     return ways_for(x.shape[0], x.shape[2], b.shape[2], chunk, x.dtype)
 
 

@@ -102,6 +102,7 @@ class Ways(NamedTuple):
 
 
 EVERYWHERE = Ways()
+HOPPER = 9  # major compute capability of what the table was measured on
 MOST_HEAD_SIZE, MOST_STATE_SIZE, MOST_CHUNK = 64, 128, 128  # of what the table is for
 # (from how many rows on, how): descending. The best at 4,096 rows of 64 heads in 8 groups on an H200; for fewer rows
 # ways that give as many programs there as those, not measured there.

@@ -4,8 +4,8 @@
     pages    of the stash, over the same                                   pages / those of a balanced load
 
 Both are shares, so they say something at another layout, too: other ranks, capacities, slots. The largest of all ranks
-counts. Room that was configured and is larger stays; more than can ever be needed is not given (with `ep` halved, half
-of it). Where that does not suffice after all, it grows as ever (`train/overflow.py`).
+counts. Room that was configured and is larger stays; more rows than can ever be needed are not given (with `ep` halved,
+half of them). Where that does not suffice after all, it grows as ever (`train/overflow.py`).
 """
 import math
 from collections.abc import Mapping

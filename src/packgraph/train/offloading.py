@@ -2,13 +2,15 @@
 
 Warm-up steps move everything that may move, since they may not fit otherwise; the largest microbatch among them is what
 the plan is made for, before anything is captured, with copies as fast as plain ones are measured to be. Every rank
-plans for itself: nothing is exchanged, and a rank without such layers has nothing to do.
+plans for itself, and what cannot be planned on one of them ends the run on all.
 """
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from packgraph.graphs.choose import make_lanes
 from packgraph.models.chunks import ModelChunks
@@ -72,23 +74,40 @@ class Offloading:
     """The engines of a rank, one for each chunk with layers. when_planned: called once, when all of them have a plan.
     """
 
-    def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device
-                 ) -> None:
-        """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan before."""
+    def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device,
+                 everyone: dist.ProcessGroup | None) -> None:
+        """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan before. everyone:
+        all ranks of the run, None = this process alone."""
         self.engines, self.planners, self._warmup, self._device = list(engines), list(planners), warmup, device
+        self._everyone = everyone
         self.when_planned: Callable[[Offloading], None] | None = None
 
     def __call__(self, steps_done: int) -> None:
-        """A step begins, with nothing in flight. When warm-up is over: plan, before anything is captured."""
+        """A step begins, with nothing in flight. When warm-up is over: plan, before anything is captured; collective
+        then. Raises ConfigError on all ranks when one of them cannot have what is asked for."""
+        problems = list[str]()
         speed = copy_speed(self._device) if steps_done == self._warmup and self.engines else CopySpeed()
         for engine, policy in zip(self.engines, self.planners, strict=True):
             engine.end_step()
             if steps_done == self._warmup:
                 engine.policy, policy.speed = policy, speed
-                if engine.trace is not None:
-                    engine.settle()
-        if steps_done == self._warmup and self.when_planned is not None:
-            self.when_planned(self)
+                try:
+                    if engine.trace is not None:
+                        engine.settle()
+                except ConfigError as error:
+                    problems += error.problems
+        if steps_done == self._warmup:
+            self._agree(problems)
+            if self.when_planned is not None:
+                self.when_planned(self)
+
+    def _agree(self, problems: list[str]) -> None:
+        every = [problems]
+        if self._everyone is not None:
+            every = [[] for _ in range(dist.get_world_size(self._everyone))]
+            dist.all_gather_object(every, problems, group=self._everyone)
+        if found := list(dict.fromkeys(itertools.chain(*every))):
+            raise ConfigError(found)
 
     def summary(self) -> dict[str, Any]:
         """What was planned, for each chunk: groups and bytes of a microbatch, what the plan predicts, and the speed of
@@ -119,7 +138,7 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
         attach(engine, chunk)
         engines.append(engine)
         planners.append(Planner(options, rank, count))
-    return Offloading(engines, planners, config.graph.warmup, device)
+    return Offloading(engines, planners, config.graph.warmup, device, mesh.everyone())
 
 
 def offload_problems(config: TrainConfig) -> list[str]:
