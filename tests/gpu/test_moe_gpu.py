@@ -124,11 +124,12 @@ def test_activation_equals_the_operations(gated, ends, width, dtype):
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("ends", [[37, 37, 165, 166], [0, 0, 0, 0], [200, 200, 200, 200], [0, 1, 2, 199]], ids=str)
+@pytest.mark.parametrize("ends", [[37, 37, 165, 166], [0, 0, 0, 0], [200, 200, 200, 200], [0, 1, 2, 199],
+                                  [1000, 1001, 3600, 3600]], ids=str)
 def test_grouped_product_equals_the_loop(ends, transposed):
     needs_grouped_products()
-    used, device = ends[-1], "cuda"
-    a, grad = (torch.randn(200, width, device=device, dtype=BF16) for width in (64, 96))
+    used, device, rows = ends[-1], "cuda", max(200, ends[-1])
+    a, grad = (torch.randn(rows, width, device=device, dtype=BF16) for width in (64, 96))
     b = torch.randn((4, 96, 64) if transposed else (4, 64, 96), device=device, dtype=BF16)
 
     def ours(a, b):
@@ -145,7 +146,7 @@ def test_grouped_product_equals_the_loop(ends, transposed):
     assert found[2].is_contiguous()
     empty = [expert for expert, start in enumerate([0, *ends[:-1]]) if start == ends[expert]]
     assert not found[2][empty].any()
-    assert all(torch.equal(left[:used] if left.shape[0] == 200 else left, right[:used] if right.shape[0] == 200
+    assert all(torch.equal(left[:used] if left.shape[0] == rows else left, right[:used] if right.shape[0] == rows
                            else right) for left, right in zip(found, run(ours, *inputs)))
 
 

@@ -73,8 +73,9 @@ def test_ssd_equals_plain_for_every_length(length, dtype):
     (128, {"heads": 4, "groups": 4, "skip": False}, torch.float16), (128, {"size": 128, "state": 64}, BF16),
     (256, {"heads": 2, "groups": 1, "size": 128, "state": 256}, BF16), (64, {"size": 1, "state": 1}, BF16),
     (128, {}, torch.float32), (256, {"size": 16, "state": 16}, torch.float32)], ids=str)
-def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
-    ids = ids_of([0, 3, 130, 0, 1, 300], 20, 1).cuda()
+@pytest.mark.parametrize("further", [[], [1700]], ids=["few rows", "many rows"])
+def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype, further):
+    ids = ids_of([0, 3, 130, 0, 1, 300, *further], 20, 1).cuda()
     inputs, grad = ssd_case(len(ids), dtype, **sizes)
     assert not ssd_problems(ids.device, dtype, inputs[0].shape[2], inputs[3].shape[2], chunk)
     wanted = in_float64(lambda *leaves: chunked_ssd(*leaves, ids, 64), inputs, grad)
