@@ -1,26 +1,16 @@
 """Grouped products by descriptors against one product after the other, in Triton's interpreter; the choice of a way."""
-import importlib.util
-import os
-import subprocess
-import sys
 import types
-from importlib.metadata import version
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
 from packgraph.moe import grouped_ways
 from packgraph.moe.grouped import naive_grouped_mm
 from packgraph.moe.grouped_ways import ADDED, MULTIPLIED, Added, Multiplied, added_way, describable, multiplied_way
-from packgraph.ops.loss import HAS_TRITON
 
-INSIDE = "TRITON_INTERPRET"
-inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
-bounds_from_memory = pytest.mark.skipif(
-    HAS_TRITON and version("triton").startswith("3.6.") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4),
-    reason="the interpreter of Triton 3.6 makes an error of loop bounds that were loaded, with NumPy 2.4 or newer")
 NAN, ROWS = float("nan"), 150
 ENDS = [(0, 45, 45, 130), (32, 64, 96, 96), (0, 0, 0, 0), (1, 2, 3, 4), (0, 0, 0, 150)]
 
@@ -91,14 +81,10 @@ def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, w
     torch.testing.assert_close(found[:used], expected[:used], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
+@outside
+@needs_triton
 def test_in_the_interpreter():
-    assert importlib.util.find_spec("triton") is not None
-    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_in_interpreter(__file__)
 
 
 @settings(max_examples=50)

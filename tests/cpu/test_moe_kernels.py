@@ -1,24 +1,14 @@
 """The kernels of rows and of the experts' activation against the operations they replace, in Triton's interpreter."""
-import importlib.util
-import os
-import subprocess
-import sys
-from importlib.metadata import version
 
 import pytest
 import torch
+from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
 from packgraph.moe import activation as operations
 from packgraph.moe.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.ops.loss import HAS_TRITON
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
-INSIDE = "TRITON_INTERPRET"
-inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
+pytestmark = needs_triton
 NAN = float("nan")
-bounds_from_memory = pytest.mark.skipif(
-    HAS_TRITON and version("triton").startswith("3.6.") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4),
-    reason="the interpreter of Triton 3.6 makes an error of loop bounds that were loaded, with NumPy 2.4 or newer")
 
 
 def routing(tokens: int, places: int, count: int, kind: str) -> torch.Tensor:
@@ -108,10 +98,6 @@ def test_products_are_added_to_what_is_there(ends, of_left, of_right):
         assert start < end or torch.equal(total[expert], before[expert])
 
 
-@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
+@outside
 def test_in_the_interpreter():
-    assert importlib.util.find_spec("triton") is not None
-    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_in_interpreter(__file__)

@@ -1,30 +1,23 @@
 """Plans and moves between ranks against loops: operations in one process, kernels in Triton's interpreter."""
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 from pullkit import NAN, Peers, draw_experts
 
 from packgraph.moe.pull_naive import naive_from_experts, naive_plans, naive_to_experts
 from packgraph.moe.pull_plan import locate
 from packgraph.moe.rows import plan_rows
 from packgraph.moe.symmetric_buffers import bytes_for, rows_for, weights_start
-from packgraph.ops.loss import HAS_TRITON
-
-INSIDE = "TRITON_INTERPRET"
-inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
 
 
 def same(ours, theirs):
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.skipif(INSIDE in os.environ, reason="needs no interpreter")
+@outside
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**31), st.data())
 @settings(deadline=None, max_examples=40)
 def test_every_rank_knows_the_row_of_every_pair(ranks, count, places, tokens, seed, data):
@@ -100,11 +93,7 @@ def test_moves_equal_the_loops(ranks, tokens, places, count, width, kind, factor
     assert torch.equal(collect(peers.table, plan.place_of_pair, like, False, rows, rows + 8)[0], found)
 
 
-@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
+@outside
+@needs_triton
 def test_in_the_interpreter():
-    assert importlib.util.find_spec("triton") is not None
-    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_in_interpreter(__file__)

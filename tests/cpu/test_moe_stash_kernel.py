@@ -1,22 +1,17 @@
 """The stash's kernels against the operations that specify them, in Triton's interpreter."""
-import importlib.util
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.moe.stash_ops import HAS_TRITON
 from packgraph.moe.stash_pages import Pages, naive_put, naive_release, naive_reserve, naive_take
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
-INSIDE = "TRITON_INTERPRET"
+pytestmark = needs_triton
 PAGE, CPU = 16, torch.device("cpu")
 
 
-@pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in a process of its own")
+@inside
 @pytest.mark.parametrize(("pages", "host_pages", "rows", "widths", "dtype"), [
     (9, 0, 70, (40, 8), torch.float32), (5, 4, 70, (300, 24), torch.bfloat16), (3, 2, 33, (8,), torch.float16),
     (0, 0, 40, (8,), torch.float32), (300, 0, 4500, (8,), torch.bfloat16)], ids=str)
@@ -60,10 +55,6 @@ def test_kernels_equal_the_operations(pages, host_pages, rows, widths, dtype):
     assert (overflows > 0) == (pages > 0)
 
 
-@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
+@outside
 def test_in_the_interpreter():
-    assert importlib.util.find_spec("triton") is not None
-    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_in_interpreter(__file__)

@@ -1,20 +1,16 @@
 """The kernel for losses and gradients of logits against the operations it replaces, in Triton's interpreter."""
-import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
 from packgraph.ops import loss
-from packgraph.ops.loss import HAS_TRITON, IGNORED, naive_gradient_of_logits
+from packgraph.ops.loss import IGNORED, naive_gradient_of_logits
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
-INSIDE = "TRITON_INTERPRET"
+pytestmark = needs_triton
 
 
-@pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in a process of its own")
+@inside
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 50), (torch.bfloat16, 9000)], ids=str)
 def test_kernel_equals_the_operations(dtype, size):
     from packgraph.ops.loss_kernel import logits_to_gradients
@@ -32,7 +28,7 @@ def test_kernel_equals_the_operations(dtype, size):
     assert not logits[2].any() and losses[2] == 0
 
 
-@pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in a process of its own")
+@inside
 @pytest.mark.parametrize("chunk", [4, 16])
 def test_compiled_loss_holds_the_kernel(monkeypatch, chunk):
     """What it writes to, it writes to in compiled code as well: chunk after chunk, views of the losses among it."""
@@ -57,10 +53,6 @@ def test_compiled_loss_holds_the_kernel(monkeypatch, chunk):
         torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
+@outside
 def test_in_the_interpreter():
-    assert importlib.util.find_spec("triton") is not None
-    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_in_interpreter(__file__)

@@ -1,20 +1,15 @@
 """The kernels of convolution and SSD against the operations they replace, in Triton's interpreter."""
-import importlib.util
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreterkit import INSIDE, inside, needs_triton, outside, run_in_interpreter
 from ssmkit import NAN, conv_inputs, distances, ids_of, mend_interpreter, ssd_inputs, with_gradients
 
 from packgraph.ops.conv import plain_packed_causal_conv
-from packgraph.ops.loss import HAS_TRITON
 from packgraph.ops.ssd import chunked_ssd
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch for CUDA)")
-INSIDE = "TRITON_INTERPRET"
-inside = pytest.mark.skipif(INSIDE not in os.environ, reason="started by test_in_the_interpreter, in its own process")
+pytestmark = needs_triton
 LIMITS = {torch.float32: 3e-6, torch.float16: 5e-3}  # the interpreter knows no products of bfloat16
 
 
@@ -196,10 +191,6 @@ def test_compiled_convolution_holds_the_kernel():
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.skipif(INSIDE in os.environ, reason="this is the process that it starts")
+@outside
 def test_in_the_interpreter():
-    assert importlib.util.find_spec("triton") is not None
-    environment = os.environ | {INSIDE: "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_in_interpreter(__file__)
