@@ -14,31 +14,26 @@ Without CUDA everything is tiny and runs in Triton's interpreter (TRITON_INTERPR
 and nothing else.
 """
 import argparse
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from moe_experts import MOONLIGHT, Row, Session, Shape, capture, distance
 from moe_grouped_candidates import added, multiplied
 from torch import Tensor
+from trials import FAILED, check_apart, keep, report
 
-from packgraph.bench.rows import FAILURES, why
+from packgraph.bench.rows import why
 from packgraph.moe.grouped import matrices_gradient, product
 from packgraph.moe.grouped_added_kernel import add_by_descriptors
 from packgraph.moe.grouped_forward_kernel import multiply_by_descriptors
 from packgraph.moe.grouped_kernel import add_products
 from packgraph.moe.grouped_ways import Added, Multiplied, programs_at_once
 
-FAILED = (*FAILURES, triton.TritonError)
 TINY = Shape(32, 24, 3, 2)
 RELATIVE = 0.01  # bfloat16
 WORKERS, CHECKING = 8, 0.6  # processes that check, and the part of the time they may take
@@ -82,15 +77,6 @@ def candidates(cuda: bool) -> list[Way]:
 def written(way: Way) -> str:
     """A way in one line."""
     return " ".join(f"{name}={value}" if name != "kernel" else value for name, value in way._asdict().items())
-
-
-def keep(session: Session, show: bool, **row: object) -> None:
-    """Write a row to the file, and print it if `show`."""
-    if show:
-        session.write(**row)
-    elif session.out is not None:
-        with session.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | session.shared) + "\n")
 
 
 def draw(session: Session, counts: Tensor, spare: int, which: Product) -> Problem:
@@ -192,59 +178,13 @@ def check_replay(session: Session, way: Way, which: Product, problem: Problem, b
     return torch.equal(static[0][live], again[live])
 
 
-def work_through(session: Session, numbers: list[int]) -> None:
-    """A process that checks: a row for each number, and an end where the device takes no more."""
-    ways = candidates(session.cuda)
-    for number in numbers:
-        begin = time.monotonic()
-        broken = False
-        try:
-            row = check(session, ways[number])
-        except FAILED as error:
-            row = {"ok": False, "error": why(error)}
-            broken = isinstance(error, RuntimeError) and "CUDA" in str(error)
-        print(json.dumps({"number": number, **row, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
-        if broken:  # after a fault on the device nothing works in this process
-            sys.exit(1)
-
-
-def check_some(session: Session, numbers: list[int], end: float) -> dict[int, Row]:
-    """Rows of checks made in other processes: a new one after each that dies."""
-    found: dict[int, Row] = {}
-    left = list(numbers)
-    while left:
-        seconds = end - time.monotonic()
-        if seconds <= 1:
-            found |= {number: {"ok": False, "reason": "not checked: the time was over"} for number in left}
-            break
-        command = [sys.executable, __file__, "--check", *map(str, left)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-            output, how = done.stdout, f"the process ended with {done.returncode}: {done.stderr[-300:]}"
-        except subprocess.TimeoutExpired as error:
-            output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-            how = "the process did not end in time"
-        rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"number"')]
-        found |= {row.pop("number"): row for row in rows}
-        left = [number for number in left if number not in found]
-        if left and not rows:
-            found[left.pop(0)] = {"ok": False, "error": how}
-    return found
-
-
 def check_all(session: Session) -> list[Way]:
     """Check every way; those that are right."""
     ways = candidates(session.cuda)
-    workers = min(WORKERS, os.cpu_count() or 1, len(ways)) if session.cuda else 1
-    shares = [list(range(first, len(ways), workers)) for first in range(workers)]
-    end = time.monotonic() + CHECKING * (session.end - time.monotonic())
-    with ThreadPoolExecutor(workers) as pool:
-        parts = list(pool.map(lambda share: check_some(session, share, end), shares))
-    found = {number: row for part in parts for number, row in part.items()}
-    for number, way in enumerate(ways):
-        row = found[number]
+    found = check_apart([__file__], len(ways), WORKERS, CHECKING, session)
+    for way, row in zip(ways, found, strict=True):
         keep(session, not row["ok"], section="check", form=type(way).__name__, way=written(way), **row)
-    return [way for number, way in enumerate(ways) if found[number]["ok"]]
+    return [way for way, row in zip(ways, found, strict=True) if row["ok"]]
 
 
 def rates(which: Product, problem: Problem, microseconds: float) -> Row:
@@ -301,7 +241,8 @@ def main() -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     session = Session(device, options.out, options.seconds)
     if options.check is not None:
-        work_through(session, options.check)
+        checked = candidates(session.cuda)
+        report(options.check, lambda number: check(session, checked[number]))
         return 0
     torch.manual_seed(0)
     ways = check_all(session)

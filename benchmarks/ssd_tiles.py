@@ -16,22 +16,19 @@ Printed are these and failures, --out keeps all rows. Without CUDA everything is
 """
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import triton
 from moe_experts import Row, Session, distance
 from ssd import Case, by_mamba, draw
 from ssd_tiles_candidates import Way, candidates
 from torch import Tensor
+from trials import FAILED, check_apart, keep, report
 
-from packgraph.bench.rows import FAILURES, why
+from packgraph.bench.rows import why
 from packgraph.ops.ssd import chunked_ssd
 from packgraph.ops.ssd_backward_kernel import backward, pair_gradients, shared_gradient
 from packgraph.ops.ssd_forward_kernel import forward, mix
@@ -40,7 +37,6 @@ from packgraph.ops.ssd_through_kernel import mix_through
 from packgraph.ops.ssd_values_kernel import value_gradients
 from packgraph.ops.ssd_ways import EVERYWHERE, Mix, Ways, ways_for
 
-FAILED = (*FAILURES, triton.TritonError)
 RELATIVE = 0.015  # bfloat16: factors of products are rounded
 WORKERS, CHECKING = 14, 0.65  # processes that check, and the part of the time they may take
 BEST = 5
@@ -54,15 +50,6 @@ def written(way: Way | Ways) -> str:
     inside = ", ".join(f"{name}={written(value) if isinstance(value, tuple) else json.dumps(value)}"
                        for name, value in fields)
     return f"{type(way).__name__}({inside})"
-
-
-def keep(session: Session, show: bool, **row: object) -> None:
-    """Write a row to the file, and print it if `show`."""
-    if show:
-        session.write(**row)
-    elif session.out is not None:
-        with session.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | session.shared) + "\n")
 
 
 def results_of(case: Case, piece: str, ways: Ways) -> list[Tensor]:
@@ -125,7 +112,7 @@ def check(case: Case, wanted: dict[bool, list[Tensor]], piece: str, way: Way) ->
 
 
 def work_through(session: Session, options: argparse.Namespace) -> None:
-    """A process that checks: a row for each number, and an end where the device takes no more.
+    """A process that checks.
 
     Two sizes, because what Triton compiles depends on whether 16 divides the number of chunks.
     """
@@ -133,60 +120,22 @@ def work_through(session: Session, options: argparse.Namespace) -> None:
     cases = [padded_case(session, tokens, options)
              for tokens in ((8 * options.chunk, 16 * options.chunk) if session.cuda else (40,))]
     problems = [(case, expected(case)) for case in cases]
-    for number in options.check:
-        begin = time.monotonic()
-        broken = False
-        piece, way = ways[number]
-        try:
-            rows = [check(case, wanted, piece, way) for case, wanted in problems]
-            row = {"ok": all(each["ok"] for each in rows), "found": rows}
-        except FAILED as error:
-            row = {"ok": False, "error": why(error)}
-            broken = isinstance(error, RuntimeError) and "CUDA" in str(error)
-        print(json.dumps({"number": number, **row, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
-        if broken:  # after a fault on the device nothing works in this process
-            sys.exit(1)
 
+    def check_both(number: int) -> Row:
+        rows = [check(case, wanted, *ways[number]) for case, wanted in problems]
+        return {"ok": all(row["ok"] for row in rows), "found": rows}
 
-def check_some(options: argparse.Namespace, numbers: list[int], end: float) -> dict[int, Row]:
-    """Rows of checks made in other processes: a new one after each that dies."""
-    found: dict[int, Row] = {}
-    left = list(numbers)
-    shape = [f"--{name}={getattr(options, name)}" for name in ("heads", "groups", "chunk")]
-    while left:
-        seconds = end - time.monotonic()
-        if seconds <= 1:
-            found |= {number: {"ok": False, "reason": "not checked: the time was over"} for number in left}
-            break
-        command = [sys.executable, __file__, *shape, "--check", *map(str, left)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-            output, how = done.stdout, f"the process ended with {done.returncode}: {done.stderr[-300:]}"
-        except subprocess.TimeoutExpired as error:
-            output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-            how = "the process did not end in time"
-        rows = [json.loads(line) for line in output.splitlines()
-                if line.startswith('{"number"') and line.endswith("}")]
-        found |= {row.pop("number"): row for row in rows}
-        left = [number for number in left if number not in found]
-        if left and not rows:
-            found[left.pop(0)] = {"ok": False, "error": how}
-    return found
+    report(options.check, check_both)
 
 
 def check_all(session: Session, options: argparse.Namespace) -> list[tuple[str, Way]]:
     """Check every way; those that are right."""
     ways = candidates(session.cuda)
-    workers = min(WORKERS, os.cpu_count() or 1, len(ways)) if session.cuda else 1
-    shares = [list(range(first, len(ways), workers)) for first in range(workers)]
-    end = time.monotonic() + CHECKING * (session.end - time.monotonic())
-    with ThreadPoolExecutor(workers) as pool:
-        parts = list(pool.map(lambda share: check_some(options, share, end), shares))
-    found = {number: row for part in parts for number, row in part.items()}
-    for number, (piece, way) in enumerate(ways):
-        row = found[number]
+    shape = [f"--{name}={getattr(options, name)}" for name in ("heads", "groups", "chunk")]
+    found = check_apart([__file__, *shape], len(ways), WORKERS, CHECKING, session)
+    for (piece, way), row in zip(ways, found, strict=True):
         keep(session, not row["ok"], section="check", piece=piece, way=written(way), **row)
-    return [pair for number, pair in enumerate(ways) if found[number]["ok"]]
+    return [pair for pair, row in zip(ways, found, strict=True) if row["ok"]]
 
 
 def works_of(case: Case) -> dict[str, Callable[[Way], Work]]:
