@@ -23,11 +23,11 @@ from torch import Tensor
 
 from packgraph.bench.rows import facts
 from packgraph.moe.activation import activation, activation_backward
-from packgraph.moe.dispatch import LocalDispatcher, Routing
+from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.experts import Experts, naive_experts
-from packgraph.moe.grouped import add_matrices_gradient, grouped_mm, matrices_gradient, product
-from packgraph.moe.rows import combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.moe.rows_naive import naive_plan_rows
+from packgraph.moe.grouped.products import add_matrices_gradient, grouped_mm, matrices_gradient, product
+from packgraph.moe.rows.naive import naive_plan_rows
+from packgraph.moe.rows.rows import combine_rows, gather_pairs, gather_rows, plan_rows
 
 Row = dict[str, Any]
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError)

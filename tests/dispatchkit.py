@@ -6,8 +6,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from packgraph.moe.dispatch import Routing
-from packgraph.moe.symmetric_buffers import rows_for
+from packgraph.moe.dispatch.dispatcher import Routing
+from packgraph.moe.pull.buffers import rows_for
 
 H, WIDTH = 6, 5
 

@@ -1,9 +1,9 @@
 """Experts for tests on every device: operands with poisoned tails, both forms, and a layer under changing routings."""
 import torch
 
-from packgraph.moe.dispatch import LocalDispatcher, Routing
+from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.experts import Experts, activate_and_multiply, naive_experts
-from packgraph.moe.grouped import grouped_mm
+from packgraph.moe.grouped.products import grouped_mm
 
 NAN = float("nan")
 

@@ -4,7 +4,7 @@ import torch.nn.functional as functional
 from graphkit import WIDTH, WORDS
 from torch import nn
 
-from packgraph.moe.dispatch import LocalDispatcher, Routing
+from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.plan.stages import Stage, run_stages
 
 EXPERTS, TOP_K, INNER = 4, 2, 24
@@ -161,7 +161,7 @@ def poison_pages(stash):
 
 def free_pages(state, pages, host_pages):
     """The pages that are free, by a state as a list of numbers."""
-    from packgraph.moe.stash_pages import HEAD, HEADER, HOST_HEAD, HOST_TAIL, TAIL
+    from packgraph.moe.stash.pages import HEAD, HEADER, HOST_HEAD, HOST_TAIL, TAIL
 
     ring, host_ring = state[HEADER : HEADER + pages], state[HEADER + pages : HEADER + pages + host_pages]
     free = [ring[i % pages] for i in range(state[HEAD], state[TAIL])] if pages else []

@@ -28,7 +28,7 @@ from packgraph.bench.ways import STEP_WAYS, Graphed, Recorded, Setting, Way, roo
 from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
-from packgraph.moe.dispatch import LocalDispatcher, Routing
+from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

@@ -9,7 +9,7 @@ import packgraph
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.moe.dispatch_padded import PaddedDispatcher
+from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 

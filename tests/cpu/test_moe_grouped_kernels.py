@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.moe import grouped_ways
-from packgraph.moe.grouped import naive_grouped_mm
-from packgraph.moe.grouped_ways import ADDED, MULTIPLIED, Added, Multiplied, added_way, describable, multiplied_way
+from packgraph.moe.grouped import ways as grouped_ways
+from packgraph.moe.grouped.products import naive_grouped_mm
+from packgraph.moe.grouped.ways import ADDED, MULTIPLIED, Added, Multiplied, added_way, describable, multiplied_way
 
 NAN, ROWS = float("nan"), 150
 ENDS = [(0, 45, 45, 130), (32, 64, 96, 96), (0, 0, 0, 0), (1, 2, 3, 4), (0, 0, 0, 150)]
@@ -32,7 +32,7 @@ def add_in_memory(builder, kind, descriptor, value, indices):
 def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from packgraph.moe.grouped_added_kernel import add_by_descriptors
+    from packgraph.moe.grouped.added_kernel import add_by_descriptors
     monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", add_in_memory, raising=False)
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(ROWS, 24), torch.randn(ROWS, 44)[:, :40]
@@ -50,7 +50,7 @@ def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
 @bounds_from_memory
 def test_rows_of_others_do_not_reach_a_sum():
     """Neither by a product with zero: a row of the next expert is NaN on one side and infinite on the other."""
-    from packgraph.moe.grouped_added_kernel import add_by_descriptors
+    from packgraph.moe.grouped.added_kernel import add_by_descriptors
     left, right = torch.randn(40, 16), torch.randn(40, 16)
     left[10:20], right[10:20] = NAN, float("inf")
     total = torch.zeros(3, 16, 16)
@@ -71,7 +71,7 @@ def test_rows_of_others_do_not_reach_a_sum():
     (ENDS[3], True, Multiplied("descriptors", 64, 32, 32), 2),
     (ENDS[4], False, Multiplied("descriptors", 64, 64, 32), 9)], ids=str)
 def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, way, programs):
-    from packgraph.moe.grouped_forward_kernel import multiply_by_descriptors
+    from packgraph.moe.grouped.forward_kernel import multiply_by_descriptors
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     a, matrices = torch.randn(ROWS, 44)[:, :40], torch.randn(4, 72, 40) if transposed else torch.randn(4, 40, 72)
     expected = naive_grouped_mm(a, matrices.mT if transposed else matrices, offsets)

@@ -5,7 +5,7 @@ import torch
 from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
 from packgraph.moe import activation as operations
-from packgraph.moe.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.rows.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 
 pytestmark = needs_triton
 NAN = float("nan")
@@ -24,7 +24,7 @@ def routing(tokens: int, places: int, count: int, kind: str) -> torch.Tensor:
     (300, 1, 2, 299)], ids=str)
 @pytest.mark.parametrize("kind", ["mixed", "padding", "one"])
 def test_plan_equals_the_operations(tokens, places, count, rows, kind):
-    from packgraph.moe.rows_kernel import plan
+    from packgraph.moe.rows.kernel import plan
     experts = routing(tokens, places, count, kind)
     for ours, theirs in zip(plan(experts, count, rows), plan_rows(experts, count, rows)):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
@@ -32,7 +32,7 @@ def test_plan_equals_the_operations(tokens, places, count, rows, kind):
 
 @inside
 def test_plan_scans_more_blocks_than_one_tile(monkeypatch):
-    from packgraph.moe import rows_kernel
+    from packgraph.moe.rows import kernel as rows_kernel
     monkeypatch.setattr(rows_kernel, "SCAN", 4)
     experts = routing(500, 3, 5, "mixed")
     for ours, theirs in zip(rows_kernel.plan(experts, 5, 1400), plan_rows(experts, 5, 1400)):
@@ -43,7 +43,7 @@ def test_plan_scans_more_blocks_than_one_tile(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("places", "width", "rows"), [(1, 8, 20), (3, 1030, 40), (6, 96, 120)], ids=str)
 def test_moves_equal_the_operations(places, width, rows, dtype):
-    from packgraph.moe.rows_kernel import combine, gather, pick
+    from packgraph.moe.rows.kernel import combine, gather, pick
     plan = RowPlan(*plan_rows(torch.randint(-1, 5, (21, places)), 5, rows))
     x, y = torch.randn(21, width).to(dtype), torch.randn(rows, width + 8).to(dtype)[:, :width]
     y[plan.offsets[-1]:] = NAN
@@ -85,7 +85,7 @@ def test_activation_equals_the_operations(gated, ends, width, dtype):
 @pytest.mark.parametrize("ends", [(0, 70, 70, 200), (64, 128, 192, 192), (0, 0, 0, 0), (1, 2, 3, 4)], ids=str)
 @pytest.mark.parametrize(("of_left", "of_right"), [(40, 24), (130, 300)])
 def test_products_are_added_to_what_is_there(ends, of_left, of_right):
-    from packgraph.moe.grouped_kernel import add_products
+    from packgraph.moe.grouped.pointers_kernel import add_products
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(210, of_left), torch.randn(210, of_right + 4)[:, :of_right]
     left[ends[-1]:], right[ends[-1]:] = NAN, NAN

@@ -10,7 +10,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel, named_stages
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.moe.stash import Stash
+from packgraph.moe.stash.stash import Stash
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.regions import scope_errors

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from packgraph.models.expert_config import ExpertConfig
-from packgraph.moe.dispatch import Routing
+from packgraph.moe.dispatch.dispatcher import Routing
 from packgraph.moe.routing import RouterSettings, drop_beyond, first_best, naive_drop_beyond, ordered_bits, route
 
 

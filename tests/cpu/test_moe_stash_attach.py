@@ -5,7 +5,7 @@ from graphkit import toy_inputs, toy_loss
 from stashkit import COLUMNS, ExpertToy, make_expert_toy
 
 from packgraph.graphs.graphed import graph
-from packgraph.moe.stash import Stash
+from packgraph.moe.stash.stash import Stash
 
 
 def stashed():

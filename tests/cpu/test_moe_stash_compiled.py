@@ -4,7 +4,7 @@ from graphkit import WIDTH, differences, train
 from stashkit import BY_HAND, Experts, StashedExperts, make_expert_toy, poison_pages
 
 from packgraph.graphs.graphed import graph
-from packgraph.moe.stash import Stash
+from packgraph.moe.stash.stash import Stash
 
 
 def by_hand(identity=False):

@@ -10,8 +10,8 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.moe.experts import Experts
-from packgraph.moe.stash import Stash
-from packgraph.moe.stash_experts import columns_of, stashed_experts
+from packgraph.moe.stash.experts import columns_of, stashed_experts
+from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
 from packgraph.train.expert_stash import share
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.moe.stash_pages import Pages, naive_put, naive_release, naive_reserve, naive_take
+from packgraph.moe.stash.pages import Pages, naive_put, naive_release, naive_reserve, naive_take
 
 pytestmark = needs_triton
 PAGE, CPU = 16, torch.device("cpu")
@@ -17,7 +17,7 @@ PAGE, CPU = 16, torch.device("cpu")
     (0, 0, 40, (8,), torch.float32), (300, 0, 4500, (8,), torch.bfloat16)], ids=str)
 def test_kernels_equal_the_operations(pages, host_pages, rows, widths, dtype):
     """One random history of reserving, copying, releasing, resets and overflows, done twice."""
-    from packgraph.moe.stash_kernel import put_rows, release_pages, reserve_pages, take_rows
+    from packgraph.moe.stash.kernel import put_rows, release_pages, reserve_pages, take_rows
     order, sizes = random.Random(0), (PAGE, pages, host_pages)
     pools = [Pages(pages, host_pages, CPU) for _ in range(2)]
     buffers = [torch.full((pages * PAGE + 1, width), float("nan"), dtype=dtype) for width in widths]

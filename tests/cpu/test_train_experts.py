@@ -10,8 +10,8 @@ from packgraph.graphs.graphed import graph
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.moe.dispatch_padded import PaddedDispatcher
-from packgraph.moe.stash import Stash
+from packgraph.moe.dispatch.padded import PaddedDispatcher
+from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.plan.stash import pages_for

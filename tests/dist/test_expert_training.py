@@ -9,8 +9,8 @@ from dispatchkit import H, Layer
 from distkit import run_ranks
 from torch import nn
 
-from packgraph.moe.dispatch import LocalDispatcher
-from packgraph.moe.dispatchers import make_dispatcher
+from packgraph.moe.dispatch.dispatcher import LocalDispatcher
+from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.parallel.collect import collect
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Layout, single_process

@@ -10,15 +10,15 @@ from torch import nn
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
-from packgraph.moe.dispatch import LocalDispatcher, Routing
-from packgraph.moe.dispatch_host_splits import HostSplitsDispatcher
-from packgraph.moe.dispatch_padded import PaddedDispatcher
-from packgraph.moe.dispatch_symmetric import SymmetricDispatcher
-from packgraph.moe.dispatchers import make_dispatcher
-from packgraph.moe.pull_plan import plan_pull
-from packgraph.moe.rows import plan_rows
-from packgraph.moe.segments import before, count_rows, place_segments
-from packgraph.moe.symmetric_buffers import SymmetricBuffers, symmetric_problem
+from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
+from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
+from packgraph.moe.dispatch.padded import PaddedDispatcher
+from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
+from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe.pull.plan import plan_pull
+from packgraph.moe.rows.rows import plan_rows
+from packgraph.moe.rows.segments import before, count_rows, place_segments
+from packgraph.moe.pull.buffers import SymmetricBuffers, symmetric_problem
 from packgraph.parallel.mesh import Layout
 
 EXPERTS = 8

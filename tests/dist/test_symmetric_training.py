@@ -99,7 +99,7 @@ def refused(mesh):
           pytest.raises(ConfigError, match="dispatcher = symmetric: symmetric memory is memory of GPUs")):
         build_chunks(config(EP2, "symmetric"), torch.device("cpu"), mesh)
     hosts = mock.patch("socket.gethostname", return_value=f"host-{mesh.rank}")
-    problem = mock.patch("packgraph.moe.symmetric_buffers.symmetric_problem", return_value=None)
+    problem = mock.patch("packgraph.moe.pull.buffers.symmetric_problem", return_value=None)
     with (mock.patch("packgraph.train.exchange_buffers.symmetric_problem", return_value=None), hosts, problem,
           pytest.raises(ConfigError, match="ranks of one host, but these are on host-0, host-1; use dispatcher")):
         build_chunks(config(EP2, "symmetric"), torch.device("cpu"), mesh)

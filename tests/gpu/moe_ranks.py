@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from packgraph.moe import pull_kernel
-from packgraph.moe.dispatch import Routing
-from packgraph.moe.dispatchers import make_dispatcher
-from packgraph.moe.symmetric_buffers import SymmetricBuffers, meet
+from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe.dispatch.dispatcher import Routing
+from packgraph.moe.pull import kernel as pull_kernel
+from packgraph.moe.pull.buffers import SymmetricBuffers, meet
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
 

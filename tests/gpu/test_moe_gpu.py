@@ -5,9 +5,9 @@ from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, t
 
 from packgraph.graphs.graphed import graph
 from packgraph.moe.activation import activation, activation_backward
-from packgraph.moe.grouped import add_matrices_gradient, grouped_mm, grouped_problems, naive_grouped_mm
-from packgraph.moe.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.moe.rows_naive import naive_plan_rows
+from packgraph.moe.grouped.products import add_matrices_gradient, grouped_mm, grouped_problems, naive_grouped_mm
+from packgraph.moe.rows.naive import naive_plan_rows
+from packgraph.moe.rows.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,9 +7,9 @@ from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss
 from stashkit import COLUMNS, INNER, make_expert_toy, poison_pages
 
 from packgraph.graphs.graphed import graph
-from packgraph.moe.stash import Stash
-from packgraph.moe.stash_ops import put, reserve, take
-from packgraph.moe.stash_pages import Pages, naive_put, naive_release, naive_reserve, naive_take
+from packgraph.moe.stash.ops import put, reserve, take
+from packgraph.moe.stash.pages import Pages, naive_put, naive_release, naive_reserve, naive_take
+from packgraph.moe.stash.stash import Stash
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -17,9 +17,9 @@ import torch
 from packgraph.bench.rows import Column, Row, gibibytes, value
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
-from packgraph.moe.dispatch import LocalDispatcher, Routing
-from packgraph.moe.rows import RowPlan, plan_rows
-from packgraph.moe.stash_experts import columns_of
+from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
+from packgraph.moe.rows.rows import RowPlan, plan_rows
+from packgraph.moe.stash.experts import columns_of
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stash import stash_memory
 

@@ -18,9 +18,9 @@ from packgraph.bench.ways import Compiled, Graphed, Setting, Way, make_way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.models.stack import DecoderStack
-from packgraph.moe.dispatch_host_splits import HostSplitsDispatcher
-from packgraph.moe.stash import Stash
-from packgraph.moe.stash_experts import columns_of
+from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
+from packgraph.moe.stash.experts import columns_of
+from packgraph.moe.stash.stash import Stash
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stash import pages_for

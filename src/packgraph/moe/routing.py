@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from packgraph.moe.dispatch import Routing
+from packgraph.moe.dispatch.dispatcher import Routing
 
 
 class RouterSettings(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import DecoderModel
-from packgraph.moe.dispatchers import make_dispatcher
+from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.parallel.context import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh

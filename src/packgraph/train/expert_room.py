@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
-from packgraph.moe.dispatchers import Budgeted
-from packgraph.moe.stash import Stash
+from packgraph.moe.dispatch.choose import Budgeted
+from packgraph.moe.stash.stash import Stash
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.expert_stash import planned_pages, share
 from packgraph.train.options import TrainConfig

@@ -8,8 +8,8 @@ import torch
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.moe.stash import Stash
-from packgraph.moe.stash_experts import columns_of
+from packgraph.moe.stash.experts import columns_of
+from packgraph.moe.stash.stash import Stash
 from packgraph.parallel.mesh import Mesh
 from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.plan.stash import pages_for

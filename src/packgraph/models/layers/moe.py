@@ -22,12 +22,12 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.mlp import feed_forward
 from packgraph.models.sizes import routed_width
 from packgraph.moe.balance import expert_counts
-from packgraph.moe.dispatch import Dispatcher, LocalDispatcher, Rows
+from packgraph.moe.dispatch.dispatcher import Dispatcher, LocalDispatcher, Rows
 from packgraph.moe.experts import Experts
 from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
 from packgraph.moe.routing import drop_beyond, route
-from packgraph.moe.stash import Stash
-from packgraph.moe.stash_experts import stashed_experts
+from packgraph.moe.stash.experts import stashed_experts
+from packgraph.moe.stash.stash import Stash
 from packgraph.offload.marks import Mark, nowhere
 from packgraph.ops.context_zigzag import rank_rows
 from packgraph.ops.loss import token_count

@@ -9,7 +9,7 @@ there and back are gathers: every result is a sum in a fixed order, the same bit
 direction is the other one. Rows from offsets[-1] on are empty: gathers fill them with zeros, and nothing reads them.
 
 Plan, gather and sum are one operation each for torch.compile and for whoever watches operations. On CUDA they are
-kernels (moe/rows_kernel.py); the loops of moe/rows_naive.py are what they mean.
+kernels (moe/rows/kernel.py); the loops of moe/rows/naive.py are what they mean.
 """
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ def gather_pairs(weights: Tensor, plan: RowPlan) -> Tensor:
 def _plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of a RowPlan."""
     if HAS_TRITON and experts.is_cuda:
-        from packgraph.moe.rows_kernel import plan
+        from packgraph.moe.rows.kernel import plan
         return plan(experts, num_experts, rows)
     pairs = experts.numel()
     flat = experts.reshape(-1).long()
@@ -98,7 +98,7 @@ def _plan_shapes(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, 
 def _gather(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
     """[T, H] -> [R, H]."""
     if HAS_TRITON and x.is_cuda:
-        from packgraph.moe.rows_kernel import gather
+        from packgraph.moe.rows.kernel import gather
         return gather(x, pair_of_row, row_of_pair.shape[1])
     taken = x[pair_of_row.clamp(min=0).long() // row_of_pair.shape[1]]
     return torch.where((pair_of_row >= 0)[:, None], taken, 0)
@@ -108,7 +108,7 @@ def _gather(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
 def _combine(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
     """[R, H] -> [T, H]."""
     if HAS_TRITON and y.is_cuda and y.dtype != torch.float64:
-        from packgraph.moe.rows_kernel import combine
+        from packgraph.moe.rows.kernel import combine
         return combine(y, row_of_pair)
     wide = torch.promote_types(y.dtype, torch.float32)
     total = torch.zeros(row_of_pair.shape[0], y.shape[1], dtype=wide, device=y.device)
@@ -121,7 +121,7 @@ def _combine(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
 def _pick(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """values[index], 0 where index is -1: [N] -> [M]. index: int32 [M]; inverse: int32 [N], where each value goes."""
     if HAS_TRITON and values.is_cuda:
-        from packgraph.moe.rows_kernel import pick
+        from packgraph.moe.rows.kernel import pick
         return pick(values, index)
     return torch.where(index >= 0, values[index.clamp(min=0).long()], 0)
 

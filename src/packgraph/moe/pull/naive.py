@@ -1,4 +1,4 @@
-"""What `moe/pull_plan.py` and `moe/pull.py` mean, for all ranks of a group in one process, as loops that read the host.
+"""What plan.py and pull.py beside this file mean, for all ranks of a group in one process, as loops that read the host.
 
 Lists have an entry for every rank. The tensors may require gradients: autograd of these loops is what the backwards of
 the operations mean.
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from packgraph.moe.pull_plan import PullPlan
+from packgraph.moe.pull.plan import PullPlan
 
 
 def naive_plans(experts: Sequence[Tensor], num_experts: int, rows: int) -> list[PullPlan]:

@@ -1,8 +1,8 @@
-"""What `moe/rows.py` means, as loops over tokens and experts that read everything on the host."""
+"""What `moe/rows/rows.py` means, as loops over tokens and experts that read everything on the host."""
 import torch
 from torch import Tensor
 
-from packgraph.moe.rows import RowPlan
+from packgraph.moe.rows.rows import RowPlan
 
 
 def naive_plan_rows(experts: Tensor, num_experts: int, rows: int) -> RowPlan:

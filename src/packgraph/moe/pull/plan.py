@@ -5,7 +5,7 @@
 
 One all-gather of the chosen experts is all that ranks tell each other. Within an expert rows lie in the order of ranks,
 within a rank in the order of tokens: as one process would lay the tokens of all ranks. A rank has room for R rows;
-pairs beyond have none, and every rank knows which. No host sync; the naive twin is in moe/pull_naive.py.
+pairs beyond have none, and every rank knows which. No host sync; the naive twin is in moe/pull/naive.py.
 """
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.moe.rows import RowPlan, plan_rows
+from packgraph.moe.rows.rows import RowPlan, plan_rows
 from packgraph.ops.collectives import all_gather_flat
 from packgraph.ops.context import group_of
 from packgraph.ops.loss import HAS_TRITON
@@ -60,7 +60,7 @@ def locate(everyone: Tensor, ordered: RowPlan, ranks: int, rank: int, rows: int
            ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of a PullPlan. everyone: int32 [ranks * T, k]; ordered: their plan, with a row for every pair."""
     if HAS_TRITON and everyone.is_cuda:
-        from packgraph.moe.pull_kernel import locate as by_kernel
+        from packgraph.moe.pull.kernel import locate as by_kernel
         return by_kernel(everyone, ordered.row_of_pair, ordered.offsets, ranks, rank, rows)
     ends = ordered.offsets.view(ranks, -1)
     last = ends[:, -1]

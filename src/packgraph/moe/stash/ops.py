@@ -17,16 +17,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from packgraph.moe.stash_pages import naive_put, naive_release, naive_reserve, naive_take, record_size
+from packgraph.moe.stash.pages import naive_put, naive_release, naive_reserve, naive_take, record_size
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @torch.library.custom_op("packgraph::stash_reserve", mutates_args=())
 def reserve(state: Tensor, offsets: Tensor, rows: int, page_rows: int, pages: int, host_pages: int) -> Tensor:
-    """The record (int64) of pages for the first offsets[-1] of `rows` rows, see `stash_pages.naive_reserve`."""
+    """The record (int64) of pages for the first offsets[-1] of `rows` rows, see `pages.naive_reserve`."""
     if _by_kernel(state):
-        from packgraph.moe.stash_kernel import reserve_pages
+        from packgraph.moe.stash.kernel import reserve_pages
         return reserve_pages(state, offsets, rows, page_rows, pages, host_pages)
     return naive_reserve(state, offsets, rows, page_rows, pages, host_pages)
 
@@ -63,7 +63,7 @@ def keep(state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], sour
     """
     rows = sources[0].shape[0]
     if _by_kernel(state):
-        from packgraph.moe.stash_kernel import reserve_pages
+        from packgraph.moe.stash.kernel import reserve_pages
         record = reserve_pages(state, offsets, rows, page_rows, pages, host_pages)
     else:
         record = naive_reserve(state, offsets, rows, page_rows, pages, host_pages)
@@ -89,12 +89,12 @@ def take(state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], reco
     for number, buffer in enumerate(buffers):
         host = hosts[number] if hosts else None
         if kernels:
-            from packgraph.moe.stash_kernel import take_rows
+            from packgraph.moe.stash.kernel import take_rows
             taken.append(take_rows(state, buffer, host, record, rows, page_rows))
         else:
             taken.append(naive_take(state, buffer, host, record, rows, page_rows))
     if release and kernels:
-        from packgraph.moe.stash_kernel import release_pages
+        from packgraph.moe.stash.kernel import release_pages
         release_pages(state, record, page_rows, pages, host_pages)
     elif release:
         naive_release(state, record, page_rows, pages, host_pages)
@@ -112,7 +112,7 @@ def _put(buffers: Sequence[Tensor], hosts: Sequence[Tensor], sources: Sequence[T
     for number, (buffer, source) in enumerate(zip(buffers, sources, strict=True)):
         host = hosts[number] if hosts else None
         if _by_kernel(record):
-            from packgraph.moe.stash_kernel import put_rows
+            from packgraph.moe.stash.kernel import put_rows
             put_rows(buffer, host, source, record, page_rows)
         else:
             naive_put(buffer, host, source, record, page_rows)

@@ -10,7 +10,7 @@ tokens of all ranks. The naive twin is `plan_rows` of the experts of all places.
 import torch
 from torch import Tensor
 
-from packgraph.moe.rows import RowPlan
+from packgraph.moe.rows.rows import RowPlan
 
 
 def place_segments(counts: Tensor, starts: Tensor, places: int, rows: int) -> RowPlan:

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from packgraph.moe.activation import activation, activation_backward
 from packgraph.moe.experts import Experts
-from packgraph.moe.grouped import autocast, matrices_gradient, product
-from packgraph.moe.stash import Stash
-from packgraph.moe.stash_ops import keep, take
-from packgraph.moe.stash_pages import record_size
-from packgraph.moe.stash_saving import Column
+from packgraph.moe.grouped.products import autocast, matrices_gradient, product
+from packgraph.moe.stash.ops import keep, take
+from packgraph.moe.stash.pages import record_size
+from packgraph.moe.stash.saving import Column
+from packgraph.moe.stash.stash import Stash
 
 AGAIN = ("backward through stashed experts a second time: their pages went back to the pool after the first "
          "(retain_graph=True has no effect on a stash). Add the losses before backward, or run the forward again")

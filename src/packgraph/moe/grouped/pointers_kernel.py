@@ -1,16 +1,16 @@
-"""total[e] += left[rows of e]^T @ right[rows of e] in one kernel: what `add_matrices_gradient` (moe/grouped.py) means.
+"""total[e] += left[rows of e]^T @ right[rows of e] in one kernel: what `add_matrices_gradient` (products.py) means.
 
 One program makes one tile of one expert: it goes over the expert's rows in order, so the sum has a fixed order, and
 reads and writes its tile of `total` once. Programs of experts without rows end at once. Tiles of one expert follow each
 other in groups, so that rows are read from the second-level cache. This kernel takes what any memory holds; the one in
-moe/grouped_added_kernel.py, by descriptors, is chosen where the table in moe/grouped_ways.py says so.
+moe/grouped/added_kernel.py, by descriptors, is chosen where the table in moe/grouped/ways.py says so.
 """
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.moe.grouped_added_kernel import add_by_descriptors
-from packgraph.moe.grouped_ways import Added, added_way, aligned, programs_at_once
+from packgraph.moe.grouped.added_kernel import add_by_descriptors
+from packgraph.moe.grouped.ways import Added, added_way, aligned, programs_at_once
 
 
 @triton.jit

@@ -16,7 +16,7 @@ ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides
 
 
 class Added(NamedTuple):
-    """How `total += left^T @ right` per expert is made: moe/grouped_kernel.py.
+    """How `total += left^T @ right` per expert is made: moe/grouped/pointers_kernel.py.
 
     kernel: "pointers" or "descriptors". rows: summed over in one step. left, right: the tile of the result. programs:
     per multiprocessor ("descriptors" only, as all that follow). parts: pieces that a tile leaves in, 1 or 2. reduce:
@@ -38,7 +38,7 @@ class Added(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """How `a @ matrix` per expert is made: moe/grouped_forward_kernel.py, or by torch.
+    """How `a @ matrix` per expert is made: moe/grouped/forward_kernel.py, or by torch.
 
     kernel: "torch" or "descriptors". rows, columns: the tile of the result. inner: summed over in one step. programs:
     per multiprocessor.

@@ -5,11 +5,11 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
-from packgraph.moe.dispatch import Dispatcher, LocalDispatcher
-from packgraph.moe.dispatch_host_splits import HostSplitsDispatcher
-from packgraph.moe.dispatch_padded import PaddedDispatcher
-from packgraph.moe.dispatch_symmetric import SymmetricDispatcher
-from packgraph.moe.symmetric_buffers import Buffers
+from packgraph.moe.dispatch.dispatcher import Dispatcher, LocalDispatcher
+from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
+from packgraph.moe.dispatch.padded import PaddedDispatcher
+from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
+from packgraph.moe.pull.buffers import Buffers
 
 DispatcherName = Literal["local", "host_splits", "padded", "symmetric"]
 Budgeted = PaddedDispatcher | SymmetricDispatcher

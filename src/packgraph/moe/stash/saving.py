@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from packgraph.moe.stash_ops import put, take
-from packgraph.moe.stash_pages import Pages
+from packgraph.moe.stash.ops import put, take
+from packgraph.moe.stash.pages import Pages
 
 NARROWEST = 8
 Column = tuple[torch.dtype, int]  # of a saved tensor: dtype and width

@@ -9,17 +9,17 @@
 The backward of one is the other one. Results are read or written in a fixed order, never added to: nothing is atomic,
 and the same bits come out in every run. Each is one operation for torch.compile and for whoever watches operations. It
 knows the group by its name, and the memory is its own, as a communicator's is: what is there between two calls means
-nothing, so an operation is a function of its other arguments. On CUDA it is kernels (moe/pull_kernel.py); elsewhere an
-all-gather of everything, which needs no common memory. The naive twin is in moe/pull_naive.py.
+nothing, so an operation is a function of its other arguments. On CUDA it is kernels (moe/pull/kernel.py); elsewhere an
+all-gather of everything, which needs no common memory. The naive twin is in moe/pull/naive.py.
 """
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packgraph.moe.pull_plan import PullPlan, of_all
-from packgraph.moe.rows import RowPlan, combine_rows
-from packgraph.moe.symmetric_buffers import Buffers, meet
+from packgraph.moe.pull.buffers import Buffers, meet
+from packgraph.moe.pull.plan import PullPlan, of_all
+from packgraph.moe.rows.rows import RowPlan, combine_rows
 
 
 def to_experts(x: Tensor, weights: Tensor, plan: PullPlan, rows: int, buffers: Buffers) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def _to_experts(x: Tensor, weights: Tensor, row_of_pair: Tensor, place_of_pair: 
                 memory: Tensor, peers: Tensor, rows: int, room: int, rank: int, group: str) -> tuple[Tensor, Tensor]:
     """weights: [T, k], or [0] where there are none. room: rows that the memory has."""
     if x.is_cuda:
-        from packgraph.moe.pull_kernel import publish, spread
+        from packgraph.moe.pull.kernel import publish, spread
         meet(memory, group)
         publish(x, weights, memory, room)
         meet(memory, group)
@@ -85,7 +85,7 @@ def _from_experts(y: Tensor, weights: Tensor, row_of_pair: Tensor, place_of_pair
                   ) -> tuple[Tensor, Tensor]:
     """weights: [R], or [0] where there are none. Sums [T, H], and [T, k] of weights, 0 where a pair has no row."""
     if y.is_cuda:
-        from packgraph.moe.pull_kernel import collect, publish
+        from packgraph.moe.pull.kernel import collect, publish
         meet(memory, group)
         publish(y, weights, memory, room, offsets)
         meet(memory, group)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.moe.grouped_ways import ALIGNMENT, HOPPER, aligned, multiplied_way, programs_at_once
+from packgraph.moe.grouped.ways import ALIGNMENT, HOPPER, aligned, multiplied_way, programs_at_once
 from packgraph.ops.loss import HAS_TRITON
 
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +66,7 @@ def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> T
         way = multiplied_way(a, matrices)
         if way.kernel == "torch":
             return F.grouped_mm(a, b, offs=offsets)
-        from packgraph.moe.grouped_forward_kernel import multiply_by_descriptors
+        from packgraph.moe.grouped.forward_kernel import multiply_by_descriptors
         programs = programs_at_once(a.device, way.programs)
         return multiply_by_descriptors(a, matrices, offsets.contiguous(), transposed, way, programs)
     total = a.new_zeros(a.shape[0], b.shape[2])
@@ -89,13 +89,13 @@ def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
 def add_matrices_gradient(total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> None:
     """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA in bfloat16.
 
-    There the sum is rounded once, elsewhere (and in ways that let the cache add, see moe/grouped_ways.py) the product
+    There the sum is rounded once, elsewhere (and in ways that let the cache add, see moe/grouped/ways.py) the product
     first. The name is an agreement: graphs/products.py puts `add_name` for `name` where a weight's `.grad` may be added
     to. With few rows per expert a gradient costs what its memory does, and written, read and added it goes through
     twice as much.
     """
     if HAS_TRITON and total.is_cuda and total.dtype == torch.bfloat16 and total.is_contiguous():
-        from packgraph.moe.grouped_kernel import add_products
+        from packgraph.moe.grouped.pointers_kernel import add_products
         add_products(total, *((grad, a) if transposed else (a, grad)), offsets)
     else:
         total.add_(matrices_gradient(grad, a, offsets, transposed))

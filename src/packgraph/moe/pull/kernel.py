@@ -1,4 +1,4 @@
-"""The kernels of moe/pull.py and of the plan's tables: what they compute is what those files' operations do.
+"""The kernels of moe/pull/pull.py and of the plan's tables: what they compute is what those files' operations do.
 
     publish    rows --> own memory, as many as there are            a copy
     spread     a program per token of every rank: read it once, write it to each of its rows here
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.moe.symmetric_buffers import weights_start
+from packgraph.moe.pull.buffers import weights_start
 
 PUBLISHED = 4  # rows of a program
 SPREAD_COLUMNS, COLLECT_COLUMNS = 2048, 1024
@@ -177,7 +177,7 @@ def _locate(experts, row_of_all, ends, here, places, offsets, needed, pairs, fir
 
 def locate(everyone: Tensor, row_of_all: Tensor, ends: Tensor, ranks: int, rank: int, rows: int
            ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `locate` of moe/pull_plan.py. row_of_all: int32 [ranks * T, k] and ends: int32 [E], of a plan of all pairs."""
+    """As `locate` of moe/pull/plan.py. row_of_all: int32 [ranks * T, k] and ends: int32 [E], of a plan of all pairs."""
     pairs, own = everyone.numel(), everyone.numel() // ranks
     count = ends.shape[0] // ranks
     here = torch.empty_like(everyone)

@@ -6,14 +6,14 @@ them out among themselves, so a replay with few rows does little. Bringing back 
 ones as zeros, without reading anything for them. Addresses are 64 bits wide. Host pages are pinned memory, which
 kernels reach over the bus; a tile is in one of the two.
 
-The specification of each function is its namesake `naive_...` in `stash_pages.py`.
+The specification of each function is its namesake `naive_...` in `pages.py`.
 """
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.moe import stash_pages as layout
+from packgraph.moe.stash import pages as layout
 
 TILE_ROWS, TILE_COLUMNS = 16, 256
 PROGRAMS_PER_PROCESSOR = 8

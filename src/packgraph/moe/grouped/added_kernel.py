@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from packgraph.moe.grouped_ways import Added
+from packgraph.moe.grouped.ways import Added
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def add_by_descriptors(total: Tensor, left: Tensor, right: Tensor, offsets: Tens
     """total [E, I, J] += left[rows of e]^T @ right[rows of e], all of one dtype.
 
     left: [R, I]; right: [R, J]; offsets: int32 [E], contiguous; R up to 2 ** 30. total contiguous. `describable`
-    (moe/grouped_ways.py) must hold for all three. programs: how many run at the same time. The descriptors are
+    (moe/grouped/ways.py) must hold for all three. programs: how many run at the same time. The descriptors are
     parameters of the launch, by value: a captured graph has its own.
     """
     experts, of_left, of_right = total.shape

@@ -1,9 +1,9 @@
-"""a[rows of e] @ matrix[e], with tiles moved by descriptors (TMA, Hopper): what `product` (moe/grouped.py) means.
+"""a[rows of e] @ matrix[e], with tiles moved by descriptors (TMA, Hopper): what `product` (products.py) means.
 
 With a hundred rows per expert the time is that of reading the matrices. Tiles of the result are as high as most experts
 have rows, so a matrix is read about once; where an expert has more, its tiles of the same columns are made side by side
 and share what the second-level cache has. Programs stay and go from tile to tile in one flat loop over steps, so the
-loads of a tile are under way while the one before is finished (picture in moe/grouped_added_kernel.py).
+loads of a tile are under way while the one before is finished (picture in moe/grouped/added_kernel.py).
 
 Tiles are counted on the device: expert e has ceil(rows / ROWS) * columns of them, one without rows has none. Rows read
 beyond an expert's end fill a tile and reach no other row; they are not written, because the descriptor of the result
@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from packgraph.moe.grouped_ways import Multiplied
+from packgraph.moe.grouped.ways import Multiplied
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def multiply_by_descriptors(a: Tensor, matrices: Tensor, offsets: Tensor, transp
                             programs: int) -> Tensor:
     """[R, N] from a [R, K] and matrices [E, K, N], or [E, N, K] if `transposed`; undefined from offsets[-1] on.
 
-    offsets: int32 [E], contiguous; R up to 2 ** 30. `describable` (moe/grouped_ways.py) must hold for a and matrices,
+    offsets: int32 [E], contiguous; R up to 2 ** 30. `describable` (moe/grouped/ways.py) must hold for a and matrices,
     and a row of the result fill a multiple of 16 bytes. programs: how many run at the same time.
     """
     experts, inner, columns = matrices.shape[0], a.shape[1], matrices.shape[1 if transposed else 2]

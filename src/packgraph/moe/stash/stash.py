@@ -14,7 +14,7 @@ Decisions, with reasons:
 * Pages are data. Which page a row is in is decided on the device at every replay, so graphs of all slots share one
   pool and their forwards and backwards may replay in any order. What a graph's backward must know (the record) is an
   ordinary tensor in the graphs' own memory, written by its forward.
-* One record per layer and microbatch for all tensors, see `stash_pages.py`.
+* One record per layer and microbatch for all tensors, see `pages.py`.
 * Two forms. `saving` is a block around ordinary code: saved-tensor hooks do the work, the code knows nothing of it. It
   works eagerly and in captures (hooks are Python: they run when a graph is captured, what they launch is in the graph),
   not inside code that torch.compile traces. `keep` and `back` are for an explicit autograd function and are fit for
@@ -41,9 +41,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from packgraph.moe.stash_ops import keep, reserve, take
-from packgraph.moe.stash_pages import DEMAND, NEED_HI, OVERFLOW, SPILLED_HI, Pages
-from packgraph.moe.stash_saving import Block, Column, unpack
+from packgraph.moe.stash.ops import keep, reserve, take
+from packgraph.moe.stash.pages import DEMAND, NEED_HI, OVERFLOW, SPILLED_HI, Pages
+from packgraph.moe.stash.saving import Block, Column, unpack
 
 
 class Stash:
