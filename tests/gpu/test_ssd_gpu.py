@@ -73,9 +73,8 @@ def test_ssd_equals_plain_for_every_length(length, dtype):
     (128, {"heads": 4, "groups": 4, "skip": False}, torch.float16), (128, {"size": 128, "state": 64}, BF16),
     (256, {"heads": 2, "groups": 1, "size": 128, "state": 256}, BF16), (64, {"size": 1, "state": 1}, BF16),
     (128, {}, torch.float32), (256, {"size": 16, "state": 16}, torch.float32)], ids=str)
-@pytest.mark.parametrize("further", [[], [1700]], ids=["few rows", "many rows"])
-def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype, further):
-    ids = ids_of([0, 3, 130, 0, 1, 300, *further], 20, 1).cuda()
+def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
+    ids = ids_of([0, 3, 130, 0, 1, 300], 20, 1).cuda()
     inputs, grad = ssd_case(len(ids), dtype, **sizes)
     assert not ssd_problems(ids.device, dtype, inputs[0].shape[2], inputs[3].shape[2], chunk)
     wanted = in_float64(lambda *leaves: chunked_ssd(*leaves, ids, 64), inputs, grad)
@@ -85,7 +84,7 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype, further):
 @pytest.mark.parametrize("mix", [Mix("groups", 128, 4, warps=8, stages=2), Mix("groups", 64, 2),
                                  Mix("through", chunk=64), Mix("through", columns=16, chunk=32)], ids=str)
 def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
-    """Whatever the table says; running sums by products in tf32 are tested nowhere else."""
+    """Whatever the table says; running sums of bfloat16 by products are tested nowhere else."""
     from packgraph.ops import ssd_backward_kernel, ssd_forward_kernel
     ways = Ways(mix=mix, carry=Carry(64), pairs=Pairs(products=True), of_c=Shared(128), of_b=Shared(128),
                 values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages))

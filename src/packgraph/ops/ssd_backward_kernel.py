@@ -86,10 +86,11 @@ def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stri
             head = group * (HEADS // GROUPS) + tl.program_id(2) * SHARE + turn
             table = head.to(tl.int64) * width + first
             step, decay = load_two(tables + table, j, size)
+            row_decay = tl.load(tables + size + table + i)
             outcome = load_tile(dy + first * dy_stride + head * P, i, dy_stride, p, row_ids >= 0, P)
             value = load_tile(x + first * x_stride + head * P, j, x_stride, p, column_ids >= 0, P)
             product = tl.dot(outcome.to(value.dtype), tl.trans(value), input_precision=PRECISION)
-            product *= decay_within(tl.load(tables + size + table + i)[:, None], decay[None, :]) * step[None, :]
+            product *= decay_within(row_decay[:, None], decay[None, :]) * step[None, :]
             total += product
             straddling = product * score
             sums = sums_along_rows(straddling, x.dtype.element_ty, TILE, PRODUCTS, PRECISION)
@@ -130,20 +131,22 @@ def _shared(value, key, of_scores, states, ids, tables, out, products, rows, val
                 below = i[:, None] >= j[None, :] if QUERIES else i[:, None] <= j[None, :]
                 of_score = tl.where(below, of_score, 0.0)
             total = tl.dot(of_score.to(theirs.dtype), theirs, total, input_precision=PRECISION)
+    if QUERIES:
+        mine = load_tile(query + first * query_stride + group * S, i, query_stride, s, live, S)
     for turn in range(SHARE):
         head = group * (HEADS // GROUPS) + part * SHARE + turn
         table = tables + head.to(tl.int64) * width + first
+        if QUERIES:
+            weight = tl.load(table + 2 * size + i)
+        else:
+            weight = tl.load(table + 3 * size + i) * tl.load(table + i)
         own = load_tile(value + first * value_stride + head * P, i, value_stride, p, live, P)
         state = tl.load(states + (chunk * HEADS + head) * (P * S) + (p[:, None] * S + s[None, :]),
                         mask=(p < P)[:, None] & (s < S)[None, :], other=0.0)
-        found = tl.dot(own.to(state.dtype), state, input_precision=PRECISION)
+        found = tl.dot(own.to(state.dtype), state, input_precision=PRECISION) * weight[:, None]
         if QUERIES:
-            found = found * tl.load(table + 2 * size + i)[:, None]
-            mine = load_tile(query + first * query_stride + group * S, i, query_stride, s, live, S).to(tl.float32)
-            tl.store(products + head.to(tl.int64) * width + first + i, tl.sum(found * mine, 1))
-            total += found
-        else:
-            total += found * (tl.load(table + 3 * size + i) * tl.load(table + i))[:, None]
+            tl.store(products + head.to(tl.int64) * width + first + i, tl.sum(found * mine.to(tl.float32), 1))
+        total += found
     place = i[:, None] * (GROUPS * S) + s[None, :]
     here = out + ((part.to(tl.int64) * rows + first) * GROUPS + group) * S
     tl.store(here + place, total.to(out.dtype.element_ty), mask=(first + i < rows)[:, None] & (s < S)[None, :])

@@ -94,7 +94,9 @@ def _mix_groups(x, b, c, d, ids, tables, states, y, rows, x_stride, b_stride, c_
         entering = tl.load(states + (chunk * HEADS + head) * (P * S) + (p[None, :] * S + s[:, None]),
                            mask=(p < P)[None, :] & (s < S)[:, None], other=0.0)
         value = load_tile(x + first * x_stride + head * P, j, x_stride, p, column_live, P)
-        own = value
+        own, factor = value, 0.0
+        if SKIP:
+            factor = tl.load(d + head).to(tl.float32)
         if SKIP and TILE < Q:
             own = load_tile(x + first * x_stride + head * P, i, x_stride, p, live, P)
         mixed = tl.dot(query, entering, input_precision=PRECISION)
@@ -102,7 +104,7 @@ def _mix_groups(x, b, c, d, ids, tables, states, y, rows, x_stride, b_stride, c_
         weight = decay_within(decay[:, None], column_decay[None, :]) * score.to(tl.float32) * column_step[None, :]
         mixed = tl.dot(weight.to(value.dtype), value, mixed, input_precision=PRECISION)
         if SKIP:
-            mixed += tl.load(d + head).to(tl.float32) * own.to(tl.float32)
+            mixed += factor * own.to(tl.float32)
         place = i[:, None] * (HEADS * P) + p[None, :]
         inside = (first + i < rows)[:, None] & (p < P)[None, :]
         tl.store(y + (first * HEADS + head) * P + place, mixed.to(y.dtype.element_ty), mask=inside)

@@ -187,17 +187,22 @@ def _carry(x, b, ids, tables, through, states, other, products, rows, x_stride, 
     size = HEADS * width.to(tl.int64)
     table = tables + head.to(tl.int64) * width
     state = tl.zeros([WIDE, COLUMNS], tl.float32)
+    start = chunks - 1 if BACKWARD else 0
+    kept = tl.load(through + head * chunks + start)
+    if BACKWARD:
+        entering = tl.load(other + (tl.cast(start, tl.int64) * HEADS + head) * (P * S) + place, mask=inside, other=0.0)
     for turn in range(chunks):
         chunk = chunks - 1 - turn if BACKWARD else turn
         first = chunk.to(tl.int64) * Q  # type: ignore[union-attr]
         here = (chunk.to(tl.int64) * HEADS + head) * (P * S)  # type: ignore[union-attr]
         tl.store(states + here + place, state.to(states.dtype.element_ty), mask=inside)
-        kept = tl.load(through + head * chunks + chunk)
+        # What no product needs is not loaded ahead by the compiler, and every chunk would wait for it.
+        coming = tl.maximum(chunk - 1, 0) if BACKWARD else tl.minimum(chunk + 1, chunks - 1)
+        next_kept = tl.load(through + head * chunks + coming)
         if BACKWARD:
-            entering = tl.load(other + here + place, mask=inside, other=0.0).to(tl.float32)
-            product = tl.sum(tl.sum(entering * state, 1), 0)
-            tl.store(products + (head * chunks + chunk) * tl.num_programs(0) + piece, kept * product)
-        state = state * kept
+            next_entering = tl.load(other + (coming.to(tl.int64) * HEADS + head) * (P * S) + place, mask=inside,
+                                    other=0.0)
+        carried = state * kept
         for part in tl.static_range(Q // PART):
             row = part * PART + tl.arange(0, PART)
             live = load_ids(ids, first + row, rows) >= 0
@@ -211,7 +216,13 @@ def _carry(x, b, ids, tables, through, states, other, products, rows, x_stride, 
                 value = (value.to(tl.float32) * weight[:, None]).to(key.dtype)
             else:
                 key = (key.to(tl.float32) * weight[:, None]).to(value.dtype)
-            state = tl.dot(tl.trans(value), key, state, input_precision=PRECISION)
+            carried = tl.dot(tl.trans(value), key, carried, input_precision=PRECISION)
+        if BACKWARD:
+            product = tl.sum(tl.sum(entering.to(tl.float32) * state, 1), 0)
+            tl.store(products + (head * chunks + chunk) * tl.num_programs(0) + piece, kept * product)
+            entering = next_entering
+        kept = next_kept
+        state = carried
 
 
 def precision_of(dtype: torch.dtype) -> str:

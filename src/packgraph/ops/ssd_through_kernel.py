@@ -30,6 +30,7 @@ def _through(x, b, c, d, ids, tables, through, y, rows, x_stride, b_stride, c_st
     if SKIP:
         factor = tl.load(d + head).to(tl.float32)
     state = tl.zeros([STATE, COLUMNS], tl.float32)
+    kept = tl.load(through + head * chunks)
     for chunk in range(chunks):
         first = chunk * tl.full([], Q, tl.int64)
         table = tables + head.to(tl.int64) * width + first
@@ -40,7 +41,7 @@ def _through(x, b, c, d, ids, tables, through, y, rows, x_stride, b_stride, c_st
         value = load_tile(x + first * x_stride + head * P, i, x_stride, p, live, P)
         step, decay = load_two(table, i, size)
         arriving, leaving = load_two(table + 2 * size, i, size)
-        kept = tl.load(through + head * chunks + chunk)
+        next_kept = tl.load(through + head * chunks + tl.minimum(chunk + 1, chunks - 1))
         mixed = tl.dot(query, state.to(query.dtype), input_precision=PRECISION)
         mixed = tl.where((arriving > 0)[:, None], mixed * arriving[:, None], 0.0)
         row = chunk * Q + i  # not i alone: what is the same for all chunks would be kept, a register for every pair
@@ -55,6 +56,7 @@ def _through(x, b, c, d, ids, tables, through, y, rows, x_stride, b_stride, c_st
         tl.store(y + (first * HEADS + head) * P + place, mixed.to(y.dtype.element_ty), mask=inside)
         weighted = (value.to(tl.float32) * (leaving * step)[:, None]).to(value.dtype)
         state = tl.dot(tl.trans(key), weighted, state * kept, input_precision=PRECISION)
+        kept = next_kept  # the compiler loads ahead what products need, and nothing else
 
 
 def mix_through(x: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor, tables: Tensor, through: Tensor,

@@ -97,7 +97,9 @@ def _values_groups(x, dy, b, c, d, ids, tables, states, dx, direct, products, of
                            mask=(p < P)[None, :] & (s < S)[:, None], other=0.0)
         outcome = load_tile(dy + first * dy_stride + head * P, i, dy_stride, p, row_live, P)
         own = load_tile(x + first * x_stride + head * P, j, x_stride, p, live, P)
-        of_own = outcome
+        of_own, factor = outcome, 0.0
+        if SKIP:
+            factor = tl.load(d + head).to(tl.float32)
         if SKIP and TILE < Q:
             of_own = load_tile(dy + first * dy_stride + head * P, j, dy_stride, p, live, P)
         found = tl.dot(key, of_state, input_precision=PRECISION) * leaving[:, None]
@@ -108,7 +110,7 @@ def _values_groups(x, dy, b, c, d, ids, tables, states, dx, direct, products, of
         tl.store(direct + here, tl.sum(own.to(tl.float32) * found, 1))
         result = found * step[:, None]
         if SKIP:
-            result += tl.load(d + head).to(tl.float32) * of_own.to(tl.float32)
+            result += factor * of_own.to(tl.float32)
             skipped = tl.sum(tl.sum(own.to(tl.float32) * of_own.to(tl.float32), 1), 0)
             tl.store(of_skip + (chunk * tiles + tile) * HEADS + head, skipped)
         place = j[:, None] * (HEADS * P) + p[None, :]
