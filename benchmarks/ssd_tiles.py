@@ -30,7 +30,7 @@ from trials import FAILED, check_apart, keep, report
 
 from packgraph.bench.rows import why
 from packgraph.ops.ssd import chunked_ssd
-from packgraph.ops.ssd_backward_kernel import backward, pair_gradients, shared_gradient
+from packgraph.ops.ssd_backward_kernel import backward, pair_gradients, shared_gradient, step_gradients
 from packgraph.ops.ssd_forward_kernel import forward, mix
 from packgraph.ops.ssd_kernel import carry, scores_of, sizes_of, tables_of
 from packgraph.ops.ssd_through_kernel import mix_through
@@ -145,8 +145,11 @@ def works_of(case: Case) -> dict[str, Callable[[Way], Work]]:
     tables, through = tables_of(dt, a, ids, sizes)
     scores = scores_of(b, c, ids, sizes)
     entering, _ = carry(x, b, ids, tables, through, sizes)
-    of_leaving, _ = carry(dy, c, ids, tables, through, sizes, entering)
-    of_scores = pair_gradients(x, dy, ids, tables, scores, sizes)[0]
+    of_leaving, carried = carry(dy, c, ids, tables, through, sizes, entering)
+    of_scores, *sums = pair_gradients(x, dy, ids, tables, scores, sizes)
+    _, entered = shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, c)
+    _, direct, left, _ = value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes)
+    parts = (a, tables, *sums, entered, left, direct, carried, sizes, dt.dtype)
 
     def mixed(way: Mix) -> Work:
         if way.kernel == "through":
@@ -156,7 +159,8 @@ def works_of(case: Case) -> dict[str, Callable[[Way], Work]]:
         return lambda: mix(x, b, c, d, ids, tables, entering, sizes, EVERYWHERE._replace(mix=way))
 
     return {
-        "mix": mixed, "tables": lambda way: lambda: tables_of(dt, a, ids, sizes, way),
+        "mix": mixed, "steps": lambda way: lambda: step_gradients(*parts, way),
+         "tables": lambda way: lambda: tables_of(dt, a, ids, sizes, way),
         "scores": lambda way: lambda: scores_of(b, c, ids, sizes, way),
         "carry": lambda way: lambda: carry(x, b, ids, tables, through, sizes, way=way),
         "back": lambda way: lambda: carry(dy, c, ids, tables, through, sizes, entering, way),

@@ -1,7 +1,7 @@
 """What `ssd_tiles.py` tries for each piece of SSD: today's way first, then others, the likely ones first."""
-from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Scores, Shared, Tables, Values
+from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Scores, Shared, Steps, Tables, Values
 
-Way = Tables | Scores | Carry | Mix | Pairs | Shared | Values
+Way = Tables | Scores | Carry | Mix | Pairs | Shared | Values | Steps
 
 
 def carries() -> list[Carry]:
@@ -55,6 +55,7 @@ def candidates(cuda: bool) -> list[tuple[str, Way]]:
     lists: dict[str, list[Way]] = {
         "mix": [*mixes()], "carry": [*carries()], "values": [*values()], "pairs": [*pairs()], "back": [*carries()],
         "of_c": [*shared()], "of_b": [*shared()], "tables": [*tables],
+        "steps": [Steps(heads, warps) for heads, warps in ((8, 4), (4, 4), (8, 8), (16, 8), (2, 4))],
         "scores": [Scores(warps) for warps in (4, 8)]}
     if not cuda:
         lists = {"mix": [Mix(), Mix("groups", 16, 2), Mix("through", columns=16)], "pairs": [Pairs(products=True)],

@@ -40,7 +40,7 @@ from packgraph.ops.ssd_kernel import (
     ways_of,
 )
 from packgraph.ops.ssd_values_kernel import value_gradients
-from packgraph.ops.ssd_ways import EVERYWHERE, Pairs, Shared, Ways, launched, share_of
+from packgraph.ops.ssd_ways import EVERYWHERE, Pairs, Shared, Steps, Ways, launched, share_of
 
 ENOUGH_PROGRAMS = 256  # about two for every multiprocessor
 
@@ -153,37 +153,32 @@ def _shared(value, key, of_scores, states, ids, tables, out, products, rows, val
 
 
 @triton.jit
-def _steps(a, tables, columns, rowsums, entered, left, direct, through, ddt, of_rate, rows, width, pieces,  # type: ignore[no-untyped-def]
-           Q: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr):
-    """ddt [T, H] and of_rate [N, H], the chunk's share of the gradient of a."""
-    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+def _steps(a, tables, columns, rowsums, entered, left, direct, carried, ddt, of_rate, rows, width, chunks, pieces,  # type: ignore[no-untyped-def]
+           Q: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """ddt [T, H] and of_rate [N, H], the chunk's share of the gradient of a, for BLOCK heads.
+
+    Sums over rows on either side of k are scans. For k in a tile, `later` has what rows have of all tiles before it.
+    """
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first, size = chunk * Q, HEADS * width.to(tl.int64)
-    table = head.to(tl.int64) * width + first
-    rate = tl.load(a + head).to(tl.float32)
-    piece, place = tl.arange(0, PIECES), tl.arange(0, TILE)
-    carried = tl.load(through + (head.to(tl.int64) * tl.num_programs(1) + chunk) * pieces + piece,
-                      mask=piece < pieces, other=0.0)
-    whole = tl.sum(carried, 0)
-    rate_sum = 0.0
-    for tile in range(Q // TILE):
-        k = tile * TILE + place
-        total = tl.zeros([TILE], tl.float32) + whole
-        for row_tile in range(tile, Q // TILE):
-            total += tl.load(columns + row_tile * size + table + k - 1, mask=place > 0, other=0.0)
-            i = row_tile * TILE + place
-            later = tl.load(entered + table + i)
-            for column_tile in range(tile):
-                later += tl.load(rowsums + column_tile * size + table + i)
-            total += tl.sum(tl.where(i[None, :] >= k[:, None], later[None, :], 0.0), 1)
-        for column_tile in range(tile + 1):
-            j = column_tile * TILE + place
-            earlier = tl.load(left + table + j)
-            total += tl.sum(tl.where(j[None, :] < k[:, None], earlier[None, :], 0.0), 1)
-        step = tl.load(tables + table + k)
-        rate_sum += tl.sum(step * total, 0)
-        of_step = tl.load(direct + table + k) + rate * total
-        tl.store(ddt + (first + k) * HEADS + head, of_step, mask=first + k < rows)
-    tl.store(of_rate + chunk * HEADS + head, rate_sum)
+    k, piece = tl.arange(0, Q)[None, :], tl.arange(0, PIECES)[None, :]
+    known = (head < HEADS)[:, None]
+    here = head.to(tl.int64)[:, None] * width + first + k
+    inside = known & (k >= 0)
+    rate = tl.load(a + head, mask=head < HEADS, other=0.0).to(tl.float32)
+    whole = tl.sum(tl.load(carried + (head.to(tl.int64)[:, None] * chunks + chunk) * pieces + piece,
+                           mask=known & (piece < pieces), other=0.0), 1)
+    later = tl.load(entered + here, mask=inside, other=0.0)
+    total = whole[:, None] + tl.cumsum(tl.load(left + here - 1, mask=known & (k > 0), other=0.0), 1)
+    for tile in tl.static_range(Q // TILE):
+        total += tl.load(columns + tile * size + here - 1, mask=known & (k % TILE > 0) & (k // TILE <= tile), other=0.0)
+        total += tl.where(k // TILE == tile, tl.cumsum(later, 1, reverse=True), 0.0)
+        if tile + 1 < Q // TILE:
+            later += tl.load(rowsums + tile * size + here, mask=known & (k >= (tile + 1) * TILE), other=0.0)
+    step = tl.load(tables + here, mask=inside, other=0.0)
+    of_step = tl.load(direct + here, mask=inside, other=0.0) + rate[:, None] * total
+    tl.store(ddt + (first + k) * HEADS + head[:, None], of_step, mask=known & (first + k < rows))
+    tl.store(of_rate + chunk * HEADS + head, tl.sum(step * total, 1), mask=head < HEADS)
 
 
 def parts_of(programs: int, heads: int) -> int:
@@ -213,12 +208,8 @@ def backward(dy: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor,
     dc, entered = shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, c, ways.of_c)
     db, _ = shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes, None, ways.of_b)
     dx, direct, left, of_skip = value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes, ways.values)
-    ddt = torch.empty(sizes.rows, sizes.heads, dtype=dt.dtype, device=x.device)
-    of_rate = torch.empty(sizes.chunks, sizes.heads, dtype=torch.float32, device=x.device)
-    _steps[(sizes.heads, sizes.chunks)](
-        a, tables, columns, rowsums, entered, left, direct, carried, ddt, of_rate, sizes.rows, tables.shape[2],
-        carried.shape[2], Q=chunk, HEADS=sizes.heads, TILE=sizes.tile,
-        PIECES=triton.next_power_of_2(carried.shape[2]))
+    ddt, of_rate = step_gradients(a, tables, columns, rowsums, entered, left, direct, carried, sizes, dt.dtype,
+                                  ways.steps)
     dd = None if d is None else of_skip.sum((0, 1)).to(d.dtype)
     return dx, ddt, of_rate.sum(0).to(a.dtype), db, dc, dd
 
@@ -256,6 +247,19 @@ def shared_gradient(value: Tensor, key: Tensor, of_scores: Tensor, states: Tenso
         STATE=padded(sizes.state), QUERIES=query is not None, MASKED=tile > sizes.tile,
         PRECISION=precision_of(key.dtype), **launched(way))
     return _added(out, key.dtype), products
+
+
+def step_gradients(a: Tensor, tables: Tensor, columns: Tensor, rowsums: Tensor, entered: Tensor, left: Tensor,
+                   direct: Tensor, carried: Tensor, sizes: Sizes, dtype: torch.dtype,
+                   way: Steps = EVERYWHERE.steps) -> tuple[Tensor, Tensor]:
+    """ddt [T, H] in `dtype`, and of_rate, float32 [N, H], whose sum over chunks is the gradient of a."""
+    ddt = torch.empty(sizes.rows, sizes.heads, dtype=dtype, device=tables.device)
+    of_rate = torch.empty(sizes.chunks, sizes.heads, dtype=torch.float32, device=tables.device)
+    _steps[(sizes.chunks, triton.cdiv(sizes.heads, way.heads))](
+        a, tables, columns, rowsums, entered, left, direct, carried, ddt, of_rate, sizes.rows, tables.shape[2],
+        sizes.chunks, carried.shape[2], Q=sizes.chunk, HEADS=sizes.heads, TILE=sizes.tile, BLOCK=way.heads,
+        PIECES=triton.next_power_of_2(carried.shape[2]), num_warps=way.warps)
+    return ddt, of_rate
 
 
 def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -87,6 +87,13 @@ class Values(NamedTuple):
     registers: int = 0
 
 
+class Steps(NamedTuple):
+    """Gradients of the step and of decays, put together. heads: of one program, a power of two."""
+
+    heads: int = 8
+    warps: int = 4
+
+
 class Ways(NamedTuple):
     """A way for each piece. back: the carry backwards; of_c, of_b: gradients of c and b."""
 
@@ -99,6 +106,7 @@ class Ways(NamedTuple):
     of_c: Shared = Shared()
     of_b: Shared = Shared()
     values: Values = Values()
+    steps: Steps = Steps()
 
 
 EVERYWHERE = Ways()
