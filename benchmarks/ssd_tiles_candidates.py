@@ -51,7 +51,8 @@ def values() -> list[Values]:
 
 def candidates(cuda: bool) -> list[tuple[str, Way]]:
     """All ways with the piece that each is of; the number of a way in this list is its name between processes."""
-    tables = [Tables(heads, warps) for heads, warps in ((16, 4), (32, 4), (16, 8), (32, 8), (16, 2))]
+    tables = [Tables(heads, rows, warps)
+              for heads, rows, warps in ((16, 64, 4), (16, 128, 4), (32, 64, 4), (16, 64, 8), (32, 64, 8), (16, 64, 2))]
     lists: dict[str, list[Way]] = {
         "mix": [*mixes()], "carry": [*carries()], "values": [*values()], "pairs": [*pairs()], "back": [*carries()],
         "of_c": [*shared()], "of_b": [*shared()], "tables": [*tables],

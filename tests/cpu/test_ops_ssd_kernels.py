@@ -70,10 +70,11 @@ def other_ways(monkeypatch, **given):
         monkeypatch.setattr(kernels, "ways_of", lambda *sizes: Ways(**given))
 
 
-def grouped(tile, share, chunk=0):
-    """Every piece in a way that is not the usual one; the table's module comes without Triton, too."""
+def grouped(tile, share):
+    """Every piece in a way that is not the usual one."""
     from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Shared, Tables, Values
-    return {"tables": Tables(32), "carry": Carry(columns=64, rows=16), "mix": Mix("groups", tile, share, chunk=chunk),
+    return {"tables": Tables(32, 128), "carry": Carry(columns=64, rows=16),
+            "mix": Mix("groups", tile, share),
             "back": Carry(columns=16), "pairs": Pairs(share, products=True), "of_c": Shared(128, share),
             "of_b": Shared(128, share), "values": Values("groups", tile, share)}
 

@@ -117,7 +117,7 @@ def decay_within(decay, earlier):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tables(dt, a, ids, tables, through, rows, dt_stride, width, chunks, Q: tl.constexpr, HEADS: tl.constexpr,  # type: ignore[no-untyped-def]
-            TILE: tl.constexpr, BLOCK: tl.constexpr):
+            TILE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr):
     """A tile of rows for BLOCK heads. Sums over rows of a document are products with a matrix of ones and zeros.
 
     In three products of tf32: the ones are exact, and of a decay's log two times 11 bits are kept. Other documents add
@@ -131,8 +131,8 @@ def _tables(dt, a, ids, tables, through, rows, dt_stride, width, chunks, Q: tl.c
     last = tl.load(ids + first + (Q - 1), mask=first + (Q - 1) < rows, other=-1)
     before = tl.load(ids + first - 1, mask=chunk > 0, other=-1)
     decay, later = tl.zeros([TILE, BLOCK], tl.float32), tl.zeros([TILE, BLOCK], tl.float32)
-    for other in range(Q // TILE):
-        j = other * TILE + tl.arange(0, TILE)
+    for part in tl.static_range(Q // PART):
+        j = part * PART + tl.arange(0, PART)
         column_ids = load_ids(ids, first + j, rows)
         same = (row_ids[:, None] == column_ids[None, :]) & (column_ids >= 0)[None, :]
         step = load_tile(dt + first * dt_stride, j, dt_stride, head, column_ids >= 0, HEADS)
@@ -238,7 +238,7 @@ def tables_of(dt: Tensor, a: Tensor, ids: Tensor, sizes: Sizes,
     through = torch.empty(sizes.heads, sizes.chunks, dtype=torch.float32, device=dt.device)
     _tables[(sizes.chunks, triton.cdiv(sizes.heads, way.heads), sizes.tiles)](
         dt, a, ids, tables, through, sizes.rows, dt.stride(0), width, sizes.chunks, Q=sizes.chunk, HEADS=sizes.heads,
-        TILE=sizes.tile, BLOCK=way.heads, num_warps=way.warps)
+        TILE=sizes.tile, BLOCK=way.heads, PART=min(sizes.chunk, way.rows), num_warps=way.warps)
     return tables, through
 
 

@@ -14,9 +14,10 @@ import torch
 
 
 class Tables(NamedTuple):
-    """Tables of decays. heads: of one program, a power of two that is at least 16."""
+    """Tables of decays. heads: of one program, a power of two that is at least 16; rows: summed over in one product."""
 
     heads: int = 16
+    rows: int = 64
     warps: int = 4
 
 
