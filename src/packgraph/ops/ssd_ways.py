@@ -113,13 +113,17 @@ class Ways(NamedTuple):
 EVERYWHERE = Ways()
 HOPPER = 9  # major compute capability of what the table was measured on
 MOST_HEAD_SIZE, MOST_STATE_SIZE, MOST_CHUNK = 64, 128, 128  # of what the table is for
-# (from how many rows on, how): descending. The best at 4,096 rows of 64 heads in 8 groups on an H200; for fewer rows
-# ways that give as many programs there as those, not measured there.
+# (from how many rows on, how): descending. The best at 16,384, 4,096 and 1,024 rows of 64 heads in 8 groups on an H200.
 WAYS = (
-    (2048, Ways(mix=Mix("groups", 128, 8, warps=8), back=Carry(stages=2), pairs=Pairs(8, products=True),
-                of_c=Shared(warps=4), of_b=Shared(128, 8), values=Values("groups", share=8, stages=2))),
-    (0, Ways(mix=Mix("groups", 128, 2, warps=8), back=Carry(stages=2), pairs=Pairs(products=True),
-             of_c=Shared(warps=4), of_b=Shared(warps=4), values=Values(stages=2, registers=168))))
+    (8192, Ways(tables=Tables(heads=32), scores=Scores(warps=8), mix=Mix("groups", 128, 8, warps=8),
+                pairs=Pairs(products=True), of_c=Shared(128, 8), of_b=Shared(128, 8),
+                values=Values("groups", share=8, stages=2))),
+    (2048, Ways(mix=Mix("groups", 128, 8, warps=8), pairs=Pairs(8, products=True), of_c=Shared(128, 8),
+                of_b=Shared(128, 8), values=Values("groups", share=8, stages=2), steps=Steps(16, warps=8))),
+    (0, Ways(tables=Tables(rows=128), scores=Scores(warps=8), carry=Carry(stages=2),
+             mix=Mix("groups", share=4, stages=2), back=Carry(columns=64), pairs=Pairs(8, products=True),
+             of_c=Shared(share=8, stages=2), of_b=Shared(share=8, stages=2),
+             values=Values("groups", 128, 4, warps=8))))
 
 
 def ways_for(rows: int, head_size: int, state_size: int, chunk: int, dtype: torch.dtype) -> Ways:
