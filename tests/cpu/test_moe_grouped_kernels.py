@@ -1,4 +1,4 @@
-"""Grouped products by descriptors against one product after the other, in Triton's interpreter; the choice of a way."""
+"""Grouped products by descriptors and by pointers against one product after the other; the choice of a way."""
 import types
 
 import pytest
@@ -9,7 +9,18 @@ from interpreterkit import bounds_from_memory, inside, needs_triton, outside, ru
 
 from packgraph.moe.grouped import ways as grouped_ways
 from packgraph.moe.grouped.products import naive_grouped_mm
-from packgraph.moe.grouped.ways import ADDED, MULTIPLIED, Added, Multiplied, added_way, describable, multiplied_way
+from packgraph.moe.grouped.ways import (
+    ADDED,
+    ADDED_ANYWHERE,
+    MULTIPLIED,
+    MULTIPLIED_ANYWHERE,
+    Added,
+    Multiplied,
+    added_way,
+    describable,
+    multiplied_anywhere,
+    multiplied_way,
+)
 
 NAN, ROWS = float("nan"), 150
 ENDS = [(0, 45, 45, 130), (32, 64, 96, 96), (0, 0, 0, 0), (1, 2, 3, 4), (0, 0, 0, 150)]
@@ -81,6 +92,52 @@ def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, w
     torch.testing.assert_close(found[:used], expected[:used], rtol=1e-5, atol=1e-4)
 
 
+@inside
+@bounds_from_memory
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(ends, transposed, dtype):
+    """Widths of 37 and 71 fill no tile and begin nowhere in particular; rows beyond the last hold NaN."""
+    from packgraph.moe.grouped.anywhere_kernel import multiply_by_pointers
+    offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
+    a = torch.randn(ROWS, 44)[:, :37].to(dtype)
+    matrices = (torch.randn(4, 71, 37) if transposed else torch.randn(4, 37, 71)).to(dtype)
+    expected = naive_grouped_mm(a.float(), (matrices.mT if transposed else matrices).float(), offsets)
+    a[used:] = NAN
+    for _, way in MULTIPLIED_ANYWHERE:
+        found = multiply_by_pointers(a, matrices, offsets, transposed, way)
+        assert found.shape == expected.shape and found.dtype is dtype
+        close = {"rtol": 1e-5, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 2e-3, "atol": 1e-2}
+        torch.testing.assert_close(found[:used].float(), expected[:used], **close)
+
+
+@inside
+@bounds_from_memory
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_pointers_add_products_of_any_width(ends):
+    from packgraph.moe.grouped.pointers_kernel import add_products
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    left, right = torch.randn(ROWS, 37), torch.randn(ROWS, 44)[:, :41]
+    left[ends[-1]:], right[ends[-1]:] = NAN, NAN
+    before = torch.randn(4, 37, 41)
+    total = before.clone()
+    add_products(total, left, right, offsets, ADDED_ANYWHERE)
+    for expert, (start, end) in enumerate(zip((0, *ends), ends)):
+        expected = before[expert] + left[start:end].mT @ right[start:end]
+        torch.testing.assert_close(total[expert], expected, rtol=1e-5, atol=1e-4)
+
+
+@inside
+@bounds_from_memory
+def test_float32_is_multiplied_as_such():
+    """TF32 would drop what is below one part in 2,048."""
+    from packgraph.moe.grouped.anywhere_kernel import multiply_by_pointers
+    a, matrices = torch.full((4, 16), 1 + 2.0**-20), torch.eye(16)[None]
+    found = multiply_by_pointers(a, matrices, torch.tensor([4], dtype=torch.int32), False, MULTIPLIED_ANYWHERE[-1][1])
+    assert torch.equal(found, a)
+
+
 @outside
 @needs_triton
 def test_in_the_interpreter():
@@ -92,11 +149,31 @@ def test_in_the_interpreter():
 def test_tables_know_every_number_of_rows(rows, experts):
     left, right = torch.empty(rows, 8, dtype=torch.bfloat16), torch.empty(rows, 16, dtype=torch.bfloat16)
     way = added_way(torch.empty(experts, 8, 16, dtype=torch.bfloat16), left, right)
-    assert way.kernel == "pointers" and way in [known for _, known in grouped_ways.BY_POINTERS]
-    assert multiplied_way(left, torch.empty(experts, 8, 16, dtype=torch.bfloat16)).kernel == "torch"
+    assert way == ADDED_ANYWHERE
+    matrices = torch.empty(experts, 8, 16, dtype=torch.bfloat16)
+    assert multiplied_way(left, matrices).kernel == "torch"
+    assert multiplied_anywhere(left, matrices).rows <= max(16, rows // experts)
 
 
-@pytest.mark.parametrize("table", [ADDED, MULTIPLIED, grouped_ways.BY_POINTERS], ids=["add", "multiply", "old"])
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_for_everywhere_fit_into_the_shared_memory_of_small_devices(number):
+    """96 KiB a multiprocessor: what compute capability 8.6 has for one program, less what it keeps for itself."""
+    for way in [way for _, way in MULTIPLIED_ANYWHERE]:
+        assert way.inner * (way.rows + way.columns) * number.itemsize * way.stages < 96 * 1024
+    assert ADDED_ANYWHERE.rows * (ADDED_ANYWHERE.left + ADDED_ANYWHERE.right) * number.itemsize < 96 * 1024 // 2
+
+
+@pytest.mark.parametrize(("number", "hopper", "kernel"), [
+    (torch.bfloat16, True, "hopper"), (torch.float32, True, "anywhere"), (torch.bfloat16, False, "anywhere")])
+def test_wide_numbers_and_other_devices_take_what_fits_everywhere(number, hopper, kernel, monkeypatch):
+    monkeypatch.setattr(grouped_ways, "on_hopper", lambda device: hopper)
+    monkeypatch.setattr(grouped_ways, "HAS_TRITON", False)
+    left, total = torch.zeros(4, 8, dtype=number), torch.zeros(2, 8, 8, dtype=number)
+    assert (added_way(total, left, left) == ADDED_ANYWHERE) is (kernel == "anywhere")
+
+
+@pytest.mark.parametrize("table", [ADDED, MULTIPLIED, grouped_ways.BY_POINTERS, MULTIPLIED_ANYWHERE],
+                         ids=["add", "multiply", "add by pointers", "multiply anywhere"])
 def test_tables_descend_to_nothing(table):
     least = [rows for rows, _ in table]
     assert least == sorted(least, reverse=True) and least[-1] == 0
@@ -114,7 +191,7 @@ def test_what_descriptors_cannot_take_goes_by_pointers(monkeypatch):
 def test_descriptors_are_for_the_device_they_were_tried_on(major, monkeypatch):
     monkeypatch.setattr(grouped_ways, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    like = types.SimpleNamespace(is_cuda=True, device="cuda", data_ptr=lambda: 0, numel=lambda: 64,
+    like = types.SimpleNamespace(device=torch.device("cuda"), data_ptr=lambda: 0, numel=lambda: 64,
                                  element_size=lambda: 2, stride=lambda *dim: 1 if dim else (8, 1))
     assert describable(like) is (major == 9)
 

@@ -169,12 +169,28 @@ def test_gradients_of_matrices_are_added_to_what_is_there(ends, transposed):
         assert distance(totals[0][expert], expected) < RELATIVE
 
 
-def test_grouped_product_refuses_what_would_wait():
-    with pytest.raises(ValueError, match=r"not bfloat16.*Use bfloat16"):
-        grouped_mm(torch.randn(8, 8, device="cuda"), torch.randn(2, 8, 8, device="cuda"), ends_of([4, 8], "cuda"))
-    with pytest.raises(ValueError, match="rows of 5 numbers do not fill 16 bytes"):
-        grouped_mm(torch.randn(8, 5, device="cuda", dtype=BF16), torch.randn(2, 5, 8, device="cuda", dtype=BF16),
-                   ends_of([4, 8], "cuda"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("ends", "inner"), [([50, 50, 130, 300], 37), ([3, 6, 7, 7], 64), ([0, 0, 0, 0], 5)], ids=str)
+def test_grouped_product_of_other_numbers_and_widths(ends, inner, transposed, dtype):
+    """By pointers wherever torch's would read sizes on the host; float32 as such, so its error is one of float32."""
+    used, offsets = ends[-1], ends_of(ends, "cuda")
+    a, grad = (torch.randn(300, width, device="cuda", dtype=dtype) for width in (inner, 71))
+    b = torch.randn((4, 71, inner) if transposed else (4, inner, 71), device="cuda", dtype=dtype)
+    a[used:], grad[used:] = float("nan"), float("nan")
+    leaves = [x.clone().requires_grad_() for x in (a, b)]
+    torch.cuda.set_sync_debug_mode("error")
+    out = grouped_mm(leaves[0], leaves[1].mT if transposed else leaves[1], offsets)
+    found = [out, *torch.autograd.grad(out, leaves, grad)]
+    torch.cuda.set_sync_debug_mode("default")
+    wide = [torch.nan_to_num(x).double().requires_grad_() for x in (a, b)]
+    expected = naive_grouped_mm(wide[0], wide[1].mT if transposed else wide[1], offsets)
+    expected = [expected, *torch.autograd.grad(expected, wide, torch.nan_to_num(grad).double())]
+    limit = 1e-6 if dtype is torch.float32 else RELATIVE
+    for ours, theirs in zip(found, expected, strict=True):
+        rows = slice(used) if ours.dim() == 2 else slice(None)
+        assert not theirs[rows].numel() or distance(ours[rows].double(), theirs[rows]) < limit
+    assert found[0].dtype is dtype and all(not found[2][e].any() for e in range(4) if ends[e] == ([0, *ends])[e])
 
 
 @pytest.mark.parametrize("ends", [[50, 50, 130], [0, 0, 0], [200, 200, 200], [0, 70, 200]], ids=str)

@@ -2,8 +2,8 @@
 
 One program makes one tile of one expert: it goes over the expert's rows in order, so the sum has a fixed order, and
 reads and writes its tile of `total` once. Programs of experts without rows end at once. Tiles of one expert follow each
-other in groups, so that rows are read from the second-level cache. This kernel takes what any memory holds; the one in
-moe/grouped/added_kernel.py, by descriptors, is chosen where the table in moe/grouped/ways.py says so.
+other in groups, so that rows are read from the second-level cache. It takes what any memory holds, and float32 as such
+(not as TF32); the one in added_kernel.py, by descriptors, is chosen where the table in ways.py says so.
 """
 import triton
 import triton.language as tl
@@ -37,7 +37,7 @@ def _add(total, left, right, offsets, of_left, of_right, left_stride, right_stri
             live = (first + tl.arange(0, ROWS)) < end
             x = tl.load(from_left, mask=live[:, None] & in_left[None, :], other=0.0)
             y = tl.load(from_right, mask=live[:, None] & in_right[None, :], other=0.0)
-            acc = tl.dot(tl.trans(x), y, acc)
+            acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
             from_left += ROWS * left_stride
             from_right += ROWS * right_stride
         tl.store(total + place, acc, mask=mask)

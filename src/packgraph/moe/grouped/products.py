@@ -7,9 +7,13 @@ The invariant: nothing reads rows from offsets[-1] on, neither of a nor of an in
 has a gradient of exactly 0. The gradient of b has the layout that b has in memory, so that adding it to `.grad` of a
 parameter that was passed transposed is an addition of contiguous tensors.
 
-`torch.nn.functional.grouped_mm` does it without a host sync on CUDA from compute capability 9.0 on in bfloat16, and on
-the CPU, where it may read the offsets. What it cannot do there (float64, widths that do not fill 16 bytes) one masked
-product per expert does, with E times the work: for checks, and for toys on a CPU.
+                   bfloat16, CUDA from 9.0 on     other numbers, widths, CUDA devices    CPU          float64
+    product        torch, or by descriptors       by pointers                            torch        masked
+    gradient of b  torch; added: by descriptors   by pointers                            torch        masked
+
+`torch.nn.functional.grouped_mm` has no host sync on CUDA in bfloat16 from compute capability 9.0 on; on the CPU it may
+read the offsets. By descriptors and by pointers are Triton's kernels beside this file. Masked is one product of all
+rows per expert, with E times the work: for checks in float64, and for widths that do not fill 16 bytes on a CPU.
 """
 from typing import Any
 
@@ -17,10 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.moe.grouped.ways import ALIGNMENT, HOPPER, aligned, multiplied_way, programs_at_once
+from packgraph.moe.grouped.ways import (
+    ALIGNMENT,
+    HOPPER,
+    aligned,
+    multiplied_anywhere,
+    multiplied_way,
+    programs_at_once,
+)
 from packgraph.ops.loss import HAS_TRITON
 
-CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -28,7 +39,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
     a: [R, K]. b: [E, K, N], contiguous or the transposed view of a contiguous [E, N, K], of a's dtype (under autocast
     both are cast). offsets: int32 [E], ascending, one past the last row of each expert. No host sync.
-    Raises ValueError for shapes that do not match, and on CUDA for what it cannot do there, with all reasons.
+    Raises ValueError for shapes that do not match, and on CUDA where only Triton could do it and is not installed.
     """
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1] or offsets.shape != b.shape[:1] \
             or offsets.dtype != torch.int32:
@@ -69,6 +80,10 @@ def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> T
         from packgraph.moe.grouped.forward_kernel import multiply_by_descriptors
         programs = programs_at_once(a.device, way.programs)
         return multiply_by_descriptors(a, matrices, offsets.contiguous(), transposed, way, programs)
+    if _by_kernel(a):
+        from packgraph.moe.grouped.anywhere_kernel import multiply_by_pointers
+        matrices = b.mT if transposed else b
+        return multiply_by_pointers(a, matrices, offsets.contiguous(), transposed, multiplied_anywhere(a, matrices))
     total = a.new_zeros(a.shape[0], b.shape[2])
     for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
         total = total + torch.where(inside, a, 0) @ matrix
@@ -81,20 +96,25 @@ def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
     left, right = (_rows(grad), _rows(a)) if transposed else (_rows(a), _rows(grad))
     if _by_torch(a, left.shape[1], right.shape[1]):
         return F.grouped_mm(left.mT, right, offs=offsets)
+    if _by_kernel(left):
+        from packgraph.moe.grouped.pointers_kernel import add_products
+        total = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
+        add_products(total, left, right, offsets)
+        return total
     return torch.stack([torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
                         for inside in _inside(offsets, a.shape[0])])
 
 
 @torch.library.custom_op("packgraph::add_grouped_mm_of_matrices", mutates_args=("total",))
 def add_matrices_gradient(total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> None:
-    """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA in bfloat16.
+    """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA.
 
     There the sum is rounded once, elsewhere (and in ways that let the cache add, see moe/grouped/ways.py) the product
     first. The name is an agreement: graphs/products.py puts `add_name` for `name` where a weight's `.grad` may be added
     to. With few rows per expert a gradient costs what its memory does, and written, read and added it goes through
     twice as much.
     """
-    if HAS_TRITON and total.is_cuda and total.dtype == torch.bfloat16 and total.is_contiguous():
+    if total.is_contiguous() and _by_kernel(total):
         from packgraph.moe.grouped.pointers_kernel import add_products
         add_products(total, *((grad, a) if transposed else (a, grad)), offsets)
     else:
@@ -164,7 +184,7 @@ def grouped_problems(device: torch.device, dtype: torch.dtype, *widths: int) -> 
         reasons.append(f"the dtype is {dtype}, not bfloat16")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < HOPPER:
         reasons.append("the device has a compute capability below 9.0")
-    if device.type != "cuda" and dtype not in CPU_DTYPES:
+    if device.type != "cuda" and dtype not in DTYPES:
         reasons.append(f"the dtype is {dtype}, not float32, bfloat16 or float16")
     reasons += [f"rows of {width} numbers do not fill {ALIGNMENT} bytes" for width in widths
                 if width * dtype.itemsize % ALIGNMENT]
@@ -172,9 +192,15 @@ def grouped_problems(device: torch.device, dtype: torch.dtype, *widths: int) -> 
 
 
 def _by_torch(x: Tensor, *widths: int) -> bool:
-    """Whether torch's grouped product is taken, or masked products. Raises ValueError where those would surprise."""
-    reasons = grouped_problems(x.device, x.dtype, *widths)
-    if reasons and x.is_cuda and x.dtype != torch.float64:
-        raise ValueError(f"grouped_mm cannot run on {x.device}: {'; '.join(reasons)}. Use bfloat16 (by autocast or "
-                         "model.to) on compute capability 9.0 or more, or float64 for a slow check.")
-    return not reasons
+    """Whether torch's grouped product can be taken."""
+    return not grouped_problems(x.device, x.dtype, *widths)
+
+
+def _by_kernel(x: Tensor) -> bool:
+    """Whether Triton's kernels can; else products are masked. Raises ValueError where that would surprise."""
+    if not x.is_cuda or x.dtype not in DTYPES:
+        return False
+    if not HAS_TRITON:
+        raise ValueError(f"grouped_mm needs Triton for {x.dtype} on {x.device} (torch alone: bfloat16 on compute "
+                         "capability 9.0 or more, rows that fill 16 bytes), which is not installed: pip install triton")
+    return True

@@ -2,7 +2,8 @@
 
 Figures come from `benchmarks/moe_grouped.py`. Kernels by descriptors (the TMA unit of compute capability 9.0) stand
 beside those by pointers, which run everywhere, and beside torch's grouped product; a way that cannot take a shape is
-passed over for the one that always can.
+passed over for the one that always can. What is for everywhere was measured nowhere: it fits into the shared memory of
+every GPU since compute capability 8.0, in float32 too.
 """
 from typing import NamedTuple
 
@@ -40,8 +41,8 @@ class Added(NamedTuple):
 class Multiplied(NamedTuple):
     """How `a @ matrix` per expert is made: moe/grouped/forward_kernel.py, or by torch.
 
-    kernel: "torch" or "descriptors". rows, columns: the tile of the result. inner: summed over in one step. programs:
-    per multiprocessor.
+    kernel: "torch", "descriptors", or "pointers" (anywhere_kernel.py). rows, columns: the tile of the result.
+    inner: summed over in one step. programs: per multiprocessor ("descriptors" only).
     """
 
     kernel: str
@@ -59,6 +60,9 @@ ADDED = ((192, Added("descriptors", 64, 128, 256, warps=8, stages=4, parts=2)),
          (0, Added("descriptors", 32, 128, 128, warps=4, stages=3, programs=2, reduce=False)))
 MULTIPLIED = ((768, Multiplied("descriptors", 128, 256, warps=8, stages=3)),
               (0, Multiplied("descriptors", 64, 256, warps=4, stages=4)))
+MULTIPLIED_ANYWHERE = ((64, Multiplied("pointers", 64, 64, 32, warps=4, stages=2)),
+                       (0, Multiplied("pointers", 16, 64, 32, warps=4, stages=2)))
+ADDED_ANYWHERE = Added("pointers", 32, 64, 64, warps=4, stages=2)
 BY_POINTERS = ((1024, Added("pointers", 64, 128, 256)), (0, Added("pointers", 32, 128, 128)))
 
 
@@ -66,22 +70,37 @@ def added_way(total: Tensor, left: Tensor, right: Tensor) -> Added:
     """The way to add to `total` [E, I, J] products of rows of left [R, I] and right [R, J]."""
     per_expert = left.shape[0] // total.shape[0]
     way = next(way for least, way in ADDED if per_expert >= least)
-    if way.kernel == "descriptors" and not describable(total, left, right):
-        way = next(way for least, way in BY_POINTERS if per_expert >= least)
-    return way
+    if way.kernel == "descriptors" and describable(total, left, right):
+        return way
+    if total.element_size() > 2 or not on_hopper(total.device):
+        return ADDED_ANYWHERE
+    return next(way for least, way in BY_POINTERS if per_expert >= least)
 
 
 def multiplied_way(a: Tensor, matrices: Tensor) -> Multiplied:
-    """The way to multiply rows a [R, K] with contiguous matrices [E, K, N] or [E, N, K]; "torch" where in doubt."""
+    """The way to multiply rows a [R, K] with contiguous matrices [E, K, N] or [E, N, K], of 2 bytes a number, on a
+    device that has torch's grouped product; "torch" where in doubt."""
     per_expert = a.shape[0] // matrices.shape[0]
     way = next(way for least, way in MULTIPLIED if per_expert >= least)
     return way if way.kernel == "torch" or describable(a, matrices) else Multiplied("torch")
 
 
+def multiplied_anywhere(a: Tensor, matrices: Tensor) -> Multiplied:
+    """The way to do so with any numbers, on any device."""
+    per_expert = a.shape[0] // matrices.shape[0]
+    return next(way for least, way in MULTIPLIED_ANYWHERE if per_expert >= least)
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether this is a CUDA device of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER[0]
+
+
 def describable(*tensors: Tensor) -> bool:
-    """Whether descriptors can stand for these: on compute capability 9.0, none empty, aligned, last dimension dense."""
+    """Whether descriptors can stand for these: numbers of 2 bytes on compute capability 9.0, none empty, aligned, last
+    dimension dense."""
     return HAS_TRITON and all(
-        x.is_cuda and x.numel() > 0 and torch.cuda.get_device_capability(x.device)[0] == HOPPER[0]
+        on_hopper(x.device) and x.numel() > 0 and x.element_size() == 2
         and x.data_ptr() % ALIGNMENT == 0 and x.stride(-1) == 1
         and all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
         for x in tensors)
