@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
@@ -25,6 +24,7 @@ from packgraph.moe.balance import expert_counts
 from packgraph.moe.dispatch.dispatcher import Dispatcher, LocalDispatcher, Rows
 from packgraph.moe.experts import Experts
 from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
+from packgraph.moe.router_product import router_logits
 from packgraph.moe.routing import drop_beyond, route
 from packgraph.moe.stash.experts import stashed_experts
 from packgraph.moe.stash.stash import Stash
@@ -58,7 +58,7 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """In float32, under autocast too: rounded logits would make ties, and choices that differ between layouts."""
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.weight.float())
+            return router_logits(x, self.weight)
 
     def reset_balance(self) -> None:
         """A bias of zero, and nothing counted."""
