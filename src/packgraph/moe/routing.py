@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from packgraph.moe.dispatch.dispatcher import Routing
+from packgraph.moe.route_op import route_in_one
+from packgraph.ops.loss import HAS_TRITON
 
 
 class RouterSettings(Protocol):
@@ -51,10 +53,21 @@ def route(logits: Tensor, padding_mask: Tensor, score_bias: Tensor | None, setti
     logits: float32 [T, E], may hold anything in padding rows. padding_mask: bool [T], True = padding. score_bias:
     float32 [E], added to scores for the choice alone (arXiv 2408.15664), or None. The places of a token are in the
     order of its biased scores, highest first. Differentiable in logits through weights and scores.
-    Group limits and weights are those of DeepSeek-V3 (arXiv 2412.19437), softmax scores those of Qwen3-MoE.
+    Group limits and weights are those of DeepSeek-V3 (arXiv 2412.19437), softmax scores those of Qwen3-MoE. On CUDA
+    one kernel does it all, and one its backward.
     Raises ValueError for logits that are not float32 or a number of experts that the settings do not fit.
     """
     _check(logits, settings)
+    if HAS_TRITON and logits.is_cuda:
+        experts, weights, scores = route_in_one(
+            logits, padding_mask, score_bias, settings.per_token, settings.score == "softmax", settings.normalise,
+            settings.scaling, settings.groups, settings.groups_kept)
+        return Scored(Routing(experts, weights), scores)
+    return naive_route(logits, padding_mask, score_bias, settings)
+
+
+def naive_route(logits: Tensor, padding_mask: Tensor, score_bias: Tensor | None, settings: RouterSettings) -> Scored:
+    """The specification of `route`, by single operations."""
     padding = padding_mask[:, None]
     clean = torch.where(padding, 0.0, logits)  # here already: a gradient of 0 times NaN would still be NaN
     scores = clean.softmax(dim=-1) if settings.score == "softmax" else clean.sigmoid()
