@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packgraph.bench.results import newest, read_rows
+from packgraph.bench.results import newest, read_rows, step_kinds
 
 Row = dict[str, Any]
 Series = dict[str, list[tuple[float, float]]]
@@ -30,14 +30,6 @@ def tax(rows: Sequence[Row], part: str) -> Series:
         if row["places"] != "tight" and f"{part}_tax" in row:
             found.setdefault(f"{row['way']}, {row['places']} places", []).append((row["tokens"], row[f"{part}_tax"]))
     return {name: sorted(points) for name, points in found.items()}
-
-
-def step_kinds(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Rows of the step benchmark by model, part and attention."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["model"], row.get("part", "model"), row.get("attention_asked", "auto")), []).append(row)
-    return found
 
 
 def lines(axes: Any, series: Series, title: str, unit: str) -> None:

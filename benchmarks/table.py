@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from packgraph.bench import attention, capture, memory, padding, pipeline, step
-from packgraph.bench.results import markdown, newest, read_rows
+from packgraph.bench.results import markdown, newest, read_rows, step_kinds
 from packgraph.bench.rows import Column, value
 
 Row = dict[str, Any]
@@ -38,11 +38,8 @@ def tables(rows: Sequence[Row], benchmark: str) -> str:
 
 def step_tables(rows: Sequence[Row]) -> str:
     """For each model, part and attention: price of every way by tokens, then all columns."""
-    kinds: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        kinds.setdefault((row["model"], row.get("part", "model"), row.get("attention_asked", "auto")), []).append(row)
     text = []
-    for (model, part, asked), mine in kinds.items():
+    for (model, part, asked), mine in step_kinds(rows).items():
         where = ", ".join(dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in mine))
         picture = f"![by tokens](bench_step_{model}_{part}_{asked}.svg)"
         text.append(f"**{model}, {part}, attention: {asked}** ({where}), ms per 1,000 real tokens:\n\n"

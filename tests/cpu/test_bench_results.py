@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from packgraph.bench.command import _parser, _problems
-from packgraph.bench.results import markdown, newest, read_rows
+from packgraph.bench.results import markdown, newest, read_rows, step_kinds
 from packgraph.bench.rows import median, quantile, value
 from packgraph.bench.ways import STEP_WAYS
 
@@ -31,8 +31,8 @@ def script(name: str) -> ModuleType:
 
 
 def step_row(way: str, tokens: int, price: float, **more: Any) -> dict[str, Any]:
-    return {"benchmark": "step", "way": way, "tokens": tokens, "model": "tiny", "part": "layers", "reason": None,
-            "attention_asked": "own", "device": "one", "commit": "abc", "agrees": None,
+    return {"benchmark": "step", "way": way, "tokens": tokens, "model": "tiny", "layers": 2, "part": "layers",
+            "reason": None, "attention_asked": "own", "device": "one", "commit": "abc", "agrees": None,
             "figures": {"ms_per_1000_tokens": {"median": price, "p10": price, "p90": price, "p99": price, "n": 1}}
             } | more
 
@@ -93,7 +93,7 @@ def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert lines[:2] == ["# Page", "<!-- padding -->"] and "old" not in lines
     assert lines[-4:] == ["<!-- end -->", "kept", "<!-- pipeline -->", "<!-- end -->"]
     assert any("1.00%" in line for line in lines)
-    for name in ("tiny, layers, attention: own", "attention: flash", "## padding", "## memory", "## capture"):
+    for name in ("tiny-2-layers, layers, attention: own", "attention: flash", "## padding", "## memory", "## capture"):
         assert name in printed
 
 
@@ -110,11 +110,17 @@ def test_the_page_shows_the_rows_that_there_are() -> None:
 
 def test_series_of_pictures() -> None:
     plot = script("plot")
-    kinds = plot.step_kinds(newest(ROWS, "step"))
-    assert list(kinds) == [("tiny", "layers", "own"), ("tiny", "layers", "flash")]
-    assert plot.by_tokens(kinds["tiny", "layers", "own"], "ms_per_1000_tokens") == {
+    kinds = step_kinds(newest(ROWS, "step"))
+    assert list(kinds) == [("tiny-2-layers", "layers", "own"), ("tiny-2-layers", "layers", "flash")]
+    assert plot.by_tokens(kinds["tiny-2-layers", "layers", "own"], "ms_per_1000_tokens") == {
         "eager": [(1024, 3.0), (2048, 4.0)], "chunk": [(1024, 2.0)]}
     assert plot.tax(newest(ROWS, "attention"), "backward") == {"flash, 64 places": [(8, 1.2)]}
+
+
+def test_rows_of_another_depth_stand_in_another_table() -> None:
+    deep = step_row("chunk", 1024, 9.0, layers=26)
+    assert {name: len(rows) for (name, *_), rows in step_kinds([*ROWS[:2], deep]).items()} == {
+        "tiny-2-layers": 2, "tiny-26-layers": 1}
 
 
 def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
@@ -122,8 +128,8 @@ def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
     plot = script("plot")
     written = plot.draw_all(ROWS, tmp_path)
     assert [path.stem for path in written] == [
-        "bench_step_tiny_layers_own", "bench_step_tiny_layers_flash", "bench_attention", "bench_padding",
-        "bench_memory", "bench_capture"]
+        "bench_step_tiny-2-layers_layers_own", "bench_step_tiny-2-layers_layers_flash", "bench_attention",
+        "bench_padding", "bench_memory", "bench_capture"]
     before = [path.read_bytes() for path in written]
     assert [path.read_bytes() for path in plot.draw_all(ROWS, tmp_path)] == before
     assert plot.draw_all([], tmp_path) == []

@@ -38,6 +38,15 @@ def newest(rows: Iterable[Row], benchmark: str) -> list[Row]:
     return list(kinds.values())
 
 
+def step_kinds(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """Rows of the step benchmark that may stand in one table: by model with its depth, part and attention."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        model = f"{row['model']}-{row['layers']}-layers"
+        found.setdefault((model, row.get("part", "model"), row.get("attention_asked", "auto")), []).append(row)
+    return found
+
+
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A table of Markdown; no line at all when there are no rows."""
     if not rows:
