@@ -4,8 +4,11 @@ import torch
 from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, train
 
 from packgraph.graphs.graphed import graph
+from packgraph.models.expert_config import ExpertConfig
 from packgraph.moe.activation import activation, activation_backward
 from packgraph.moe.grouped.products import add_matrices_gradient, grouped_mm, grouped_problems, naive_grouped_mm
+from packgraph.moe.router_product import _summed_parts, exact_parts, naive_router_logits, router_logits
+from packgraph.moe.routing import naive_route, route
 from packgraph.moe.rows.naive import naive_plan_rows
 from packgraph.moe.rows.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 
@@ -243,3 +246,115 @@ def test_compiled_layer_is_near_the_eager_one(captured):
         torch.compile(layer(), fullgraph=True, dynamic=False)
     for plain, other in zip(train(layer(), **options), train(compiled, **options)):
         assert all(distance(ours, theirs) <= RELATIVE for ours, theirs in zip(other, plain))
+
+
+LEVELS = torch.tensor([-2.3, -1.1, -0.2, 0.4, 0.9, 1.7, 3.1])  # few, so that there are ties; no two pairs sum up alike
+CHOICES = [(64, {"per_token": 6, "score": "sigmoid", "scaling": 2.446}), (128, {"per_token": 8}),
+           (256, {"per_token": 8, "score": "sigmoid", "groups": 8, "groups_kept": 4}),
+           (30, {"per_token": 5, "score": "sigmoid", "groups": 6, "groups_kept": 4}),
+           (512, {"per_token": 10, "normalise": False}), (1, {"per_token": 1})]
+
+
+def choice_of(count: int, **options) -> ExpertConfig:
+    return ExpertConfig(**{"count": count, "intermediate_size": 8, "normalise": True, **options})
+
+
+@pytest.mark.parametrize(("count", "options"), CHOICES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 301, 4096])
+@pytest.mark.parametrize("biased", [True, False])
+def test_choice_equals_the_operations(count, options, tokens, biased):
+    torch.manual_seed(0)
+    kind, padding = choice_of(count, **options), torch.arange(tokens, device="cuda") % 4 == 1
+    logits = LEVELS[torch.randint(len(LEVELS), (tokens, count))].cuda()
+    logits[padding] = NAN
+    # one bias for a group: sums of two that are equal must be sums of the same two
+    place = torch.arange(count, device="cuda") // (count // kind.groups if kind.groups > 1 else 1)
+    bias = torch.tensor([0.0, 0.13, -0.41], device="cuda")[place % 3] if biased else None
+    grads = [torch.randn(tokens, width, device="cuda").masked_fill(padding[:, None], NAN)
+             for width in (kind.per_token, count)]
+    found = []
+    for function in (route, naive_route, route):
+        leaf = logits.clone().requires_grad_()
+        (experts, weights), scores = function(leaf, padding, bias, kind)
+        torch.autograd.backward((weights, scores), grads)
+        found.append((experts, weights.detach(), scores.detach(), leaf.grad))
+    ours, theirs, again = found
+    assert torch.equal(ours[0], theirs[0]) and ours[0].dtype == theirs[0].dtype
+    for left, right in zip(ours[1:], theirs[1:]):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(left, right) for left, right in zip(ours, again))
+
+
+@pytest.mark.parametrize(("tokens", "count", "hidden"), [(4096, 64, 2048), (301, 10, 72), (1, 256, 2048)], ids=str)
+def test_products_of_the_router_have_the_precision_of_float32(tokens, count, hidden):
+    x, weight = (torch.randn(rows, hidden, device="cuda").to(BF16) for rows in (tokens, count))
+    grad = torch.randn(tokens, count, device="cuda") * 1e-5
+    parts = exact_parts(grad)
+    assert torch.equal(parts.double().unflatten(1, (3, -1)).sum(1), grad.double())
+    assert torch.equal(torch.compile(exact_parts, fullgraph=True, dynamic=False)(grad), parts)
+    of_x, of_weight = grad.double() @ weight.double(), grad.double().t() @ x.double()
+    found = run(router_logits, [x, weight], grad)
+    naive_found = run(naive_router_logits, [x, weight], grad)
+    for left, right in zip(found, naive_found):
+        assert left.dtype == right.dtype
+        assert distance(left, right) < 1e-2
+    exact = x.double() @ weight.double().t()
+    assert (found[0] - exact).norm() < 5e-5 * exact.norm()  # tensor cores cut off; rounded logits: 2e-3
+    assert (_summed_parts(parts, x) - of_weight).norm() < 5e-5 * of_weight.norm()
+    for left, right in zip(found[1:], (of_x, of_weight)):  # the nearest bfloat16, up to sums that lie in the middle
+        assert (left != right.to(BF16)).float().mean() < 0.05
+    assert all(torch.equal(left, right) for left, right in zip(found, run(router_logits, [x, weight], grad)))
+
+
+class Router(torch.nn.Module):
+    """Weights of the chosen experts beside all scores, float32 [T, k + E]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(64, 256) / 16)
+        self.kind = choice_of(64, per_token=6, score="sigmoid", scaling=2.446)
+
+    def forward(self, x, padding):
+        (_, weights), scores = route(router_logits(x, self.weight), padding, None, self.kind)
+        return torch.cat([weights, scores], 1)
+
+
+def train_router(module, steps: int = 6, tokens: int = 320) -> list[list[torch.Tensor]]:
+    torch.manual_seed(1)
+    facts = []
+    for step in range(steps):
+        x = torch.randn(tokens, 256, device="cuda").to(BF16).requires_grad_()
+        out = module(x, torch.arange(tokens, device="cuda") >= tokens - 20 * step)
+        (out[:, :6].square().sum() + out[:, 6:].sum() / 64).backward()
+        facts.append([out.detach().clone(), x.grad, *(p.grad.clone() for p in module.parameters())])
+    return facts
+
+
+def router() -> Router:
+    return Router().to("cuda", BF16)
+
+
+def test_router_replays_bitwise():
+    graphed = graph(router(), warmup=1, strict=True)
+    for plain, replayed in zip(train_router(router()), train_router(graphed)):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(replayed, plain))
+    assert graphed.stats.replayed >= 4
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_compiled_router_is_near_the_eager_one(captured):
+    compiled = graph(router(), warmup=1, strict=True, compile=True) if captured else \
+        torch.compile(router(), fullgraph=True, dynamic=False)
+    for plain, other in zip(train_router(router()), train_router(compiled)):
+        assert torch.equal(plain[0], other[0]), "the same kernels, of the same logits"
+        assert all(distance(ours, theirs) <= RELATIVE for ours, theirs in zip(other, plain))
+
+
+def test_no_part_of_the_router_waits_for_the_host():
+    module, padding = router(), torch.arange(64, device="cuda") > 50
+    x = torch.randn(64, 256, device="cuda", dtype=BF16, requires_grad=True)
+    for mode in ("default", "error"):  # kernels are compiled by the first call
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        module(x, padding).sum().backward()
