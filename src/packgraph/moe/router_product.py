@@ -73,8 +73,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 def _gradient_of_rows(parts: Tensor, weight: Tensor) -> Tensor:
     """bfloat16 [T, H] from parts, bfloat16 [T, 3E], and weight [E, H].
 
-    Added up in float32 and rounded once: sums of 3E are too short for cuBLAS to split them, so that its rounding of
-    parts of sums (`allow_bf16_reduced_precision_reduction`) does not come into it.
+    Added up in float32 and rounded once, unless cuBLAS splits the sums of 3E (at most for few rows) while
+    `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is on: then as every product of bfloat16.
     """
     stacked = weight.repeat(PARTS, 1)
     return parts @ stacked if parts.is_cuda else _in_float32(parts, stacked).to(parts.dtype)
