@@ -25,7 +25,12 @@ def drawn_plan(data, trace):
         if moves[index]:
             first = data.draw(st.integers(first, place), label="reload at")
             starts[index] = order[first]
-    plan = OffloadPlan(tuple(moves), tuple(starts), data.draw(st.integers(0, 5), label="in flight"))
+    ends, least = [KEPT] * len(order), 0
+    for index in (index for index, moved in enumerate(moves) if moved):
+        least = data.draw(st.integers(max(index, least), len(order)), label="give back at")
+        ends[index] = least if least < len(order) else KEPT
+    plan = OffloadPlan(tuple(moves), tuple(starts), data.draw(st.integers(0, 5), label="in flight"),
+                       release_at=tuple(ends))
     assert plan_errors(trace, plan) == []
     return plan
 

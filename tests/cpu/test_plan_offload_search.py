@@ -6,20 +6,20 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloadtraces import decoder_trace, make_trace, small_traces, speeds
+from offloadtraces import decoder_trace, make_trace, measured_trace, small_traces, speeds
 
 from packgraph.plan.offload.check import timeline_errors
 from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.plan.offload.search import least_peak_bytes, plan_for_bytes, plan_for_time
 from packgraph.plan.offload.sets import candidates
-from packgraph.plan.offload.simulate import predicted, simulate_offload
+from packgraph.plan.offload.simulate import predicted, simulate_offload, with_releases
 
 H200 = CopySpeed(50_000.0, 52_000.0, 10.0)
 NEAR = 1e-5
 
 
 def every_plan(trace: OffloadTrace, speed: CopySpeed) -> list[OffloadPlan]:
-    """All legal plans, with their figures."""
+    """All legal plans that give back what has left, with their figures."""
     place, late = trace.backward_place, trace.backward_order
     found = []
     # A copy of nothing would be a place to wait at, and no more; it is none that a program could make.
@@ -30,7 +30,7 @@ def every_plan(trace: OffloadTrace, speed: CopySpeed) -> list[OffloadPlan]:
             queued = [place[reload_at[index]] for index in late if moves[index]]
             if queued != sorted(queued):
                 continue
-            found += [predicted(trace, speed, OffloadPlan(moves, reload_at, in_flight))
+            found += [predicted(trace, speed, with_releases(trace, speed, OffloadPlan(moves, reload_at, in_flight)))
                       for in_flight in range(sum(moves) + 1)]
     return found
 
@@ -138,10 +138,36 @@ def test_an_8b_shaped_stack_moves_what_the_link_carries(slots: int) -> None:
     assert all(may or not moved for may, moved in zip(small, only.moves))
 
 
+H200_PLAIN = CopySpeed(55_337.0, 55_501.0, 4.0)
+
+
+def most_bytes(trace: OffloadTrace, lost: float) -> float:
+    """What copies can take from the first group that may move until the forward has ended and waited."""
+    first = min(group.forward_us for group in trace.groups if group.bytes)
+    return H200_PLAIN.to_host_bytes_per_us * (trace.forward_us - first + lost * trace.compute_us)
+
+
+@pytest.mark.parametrize(("widths", "room", "least", "moved"), [
+    ("qwen3-8b", 0, 0.85, 0.85), ("qwen3-8b", 450 * 2**20, 0.98, 0.98),
+    ("moonlight", 0, 0.90, 0.90), ("moonlight", 450 * 2**20, 0.98, 0.98)])
+def test_measured_layers_give_nearly_all_that_copies_can_take(widths: str, room: int, least: float, moved: float
+                                                             ) -> None:
+    """Before memory was given back at commits that a plan names it was 0.80 and 0.83, and the peak fell by less than
+    what moved."""
+    trace = measured_trace(widths, room)
+    plan = plan_for_time(trace, H200_PLAIN, 0.01)
+    most = most_bytes(trace, 0.01)
+    assert plan.lost <= 0.01 and plan.saved_bytes > least * most and plan.moved_bytes > moved * most
+    assert plan.saved_bytes > 0.99 * plan.moved_bytes
+    assert timeline_errors(trace, plan, simulate_offload(trace, H200_PLAIN, plan)) == []
+    none = plan_for_time(trace, H200_PLAIN, 0.0)
+    assert none.lost == 0 and none.saved_bytes > 0.84 * most, "without any waiting, too"
+
+
 def test_three_hundred_groups_are_planned_quickly() -> None:
-    """20 to 45 ms each on a core of 2026; the bound leaves room for busy machines."""
+    """50 to 90 ms each on a core of 2026; the bound leaves room for busy machines."""
     trace = decoder_trace(50, 4)
-    assert len(candidates(trace, (True,) * 300)) < 450
+    assert len(candidates(trace, (True,) * 300)) < 1000
     begin = time.process_time()
     plan_for_bytes(trace, H200, trace.kept_peak_bytes // 2)
     plan_for_time(trace, H200, 0.01)

@@ -10,7 +10,14 @@ from offloadtraces import make_trace, small_traces, speeds
 from packgraph.plan.offload.check import timeline_errors
 from packgraph.plan.offload.passes import Passes
 from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
-from packgraph.plan.offload.simulate import Copy, OffloadTimeline, Wait, predicted, simulate_offload
+from packgraph.plan.offload.simulate import (
+    Copy,
+    OffloadTimeline,
+    Wait,
+    predicted,
+    simulate_offload,
+    with_releases,
+)
 
 SPEED = CopySpeed(1.0, 2.0, 0.0)
 FOUR = make_trace([10, 10, 10, 10], [10.0, 10.0, 10.0, 10.0])
@@ -55,7 +62,12 @@ def plans(draw: st.DrawFn, trace: OffloadTrace) -> OffloadPlan:
         if moves[index]:
             least = draw(st.integers(least, place))
             reload_at[index] = trace.backward_order[least]
-    return OffloadPlan(tuple(moves), tuple(reload_at), draw(st.integers(0, 4)))
+    release_at, least = [KEPT] * count, 0
+    for index in (index for index in range(count) if moves[index]):
+        least = draw(st.integers(max(index, least), count))
+        release_at[index] = least if least < count else KEPT
+    return OffloadPlan(tuple(moves), tuple(reload_at), draw(st.integers(0, 4)),
+                       release_at=draw(st.sampled_from([(), tuple(release_at)])))
 
 
 @given(st.data(), small_traces(), speeds())
@@ -76,6 +88,8 @@ def test_no_copy_gets_worse_by_faster_copies_or_more_in_flight(data: st.DataObje
     before = simulate_offload(trace, speed, plan)
     fast = CopySpeed(speed.to_host_bytes_per_us * 1.5, speed.to_device_bytes_per_us * 1.2, speed.latency_us / 2)
     assert simulate_offload(trace, fast, plan).exposed_us <= before.exposed_us + 1e-6
+    plan = replace(plan, release_at=())
+    before = simulate_offload(trace, speed, plan)
     freer = simulate_offload(trace, speed, replace(plan, in_flight=plan.in_flight + 1))
     assert freer.exposed_us <= before.exposed_us + 1e-6 and freer.peak_bytes >= before.peak_bytes
 
@@ -94,7 +108,7 @@ def test_the_fast_passes_equal_the_simulator(data: st.DataObject, trace: Offload
         forwards.exposed_us, forwards.peak_bytes, forwards.kept_bytes))
     backward = passes.backward(moves, kept, limit)
     assert backward is not None
-    plan = OffloadPlan(moves, backward.reload_at, in_flight)
+    plan = with_releases(trace, speed, OffloadPlan(moves, backward.reload_at, in_flight))
     assert plan_errors(trace, plan) == []
     figures = predicted(trace, speed, plan)
     assert figures.peak_bytes == max(forward_peak, backward.peak_bytes)
@@ -106,6 +120,44 @@ def test_the_fast_passes_equal_the_simulator(data: st.DataObject, trace: Offload
     inline = passes.backward(moves, kept, 0)
     assert inline is not None and inline.peak_bytes <= backward.peak_bytes
     assert backward.peak_bytes <= max(limit, inline.peak_bytes)
+
+
+def test_memory_is_given_back_at_a_commit_that_the_plan_names() -> None:
+    """Two copies may be in flight: by their number alone nothing comes back before the forward ends."""
+    plan = OffloadPlan((True, False, True, False), (0, KEPT, 2, KEPT), 2)
+    slow = CopySpeed(0.8, 2.0, 0.0)
+    assert simulate_offload(FOUR, slow, plan).peak_bytes == 40
+    released = with_releases(FOUR, slow, plan)
+    assert released.release_at == (2, KEPT, KEPT, KEPT), "the copies end at 22.5 and 42.5"
+    assert simulate_offload(FOUR, slow, released).peak_bytes == 30
+    waiting = simulate_offload(FOUR, slow, replace(plan, release_at=(1, KEPT, 3, KEPT)))
+    assert waiting.waits == (Wait(0, True, 20, 22.5), Wait(2, True, 42.5, 45.0), Wait(2, False, 65.0, 70.0),
+                             Wait(0, False, 110.0, 115.0))
+    assert plan_errors(FOUR, replace(plan, release_at=(3, 1, 2, KEPT))) == [
+        "group 1 (qkv_linear of layer 0) does not move and is given back at 1",
+        "group 2 (core_attn of layer 0) is given back before a group whose copy comes first"]
+    assert "given back at 1: it must be itself" in plan_errors(FOUR, replace(plan, release_at=(1, KEPT, 1, KEPT)))[0]
+    assert "1 places to give memory back at" in plan_errors(FOUR, replace(plan, release_at=(1,)))[0]
+
+
+def test_a_forward_may_lie_where_the_backward_has_its_gradients() -> None:
+    plan = OffloadPlan((True, False, True, False), (0, KEPT, 2, KEPT), 2)
+    for room, peak in ((0, 40), (5, 35), (50, 20)):
+        trace = replace(FOUR, forward_room=room)
+        assert predicted(trace, CopySpeed(0.8, 2.0, 0.0), plan).peak_bytes == peak, "no less than what is kept"
+        assert predicted(replace(trace, slots=2), SPEED, plan).peak_bytes == 20 + 40, "beside others there is no room"
+
+
+@given(st.data(), small_traces(), speeds())
+def test_to_give_back_what_has_left_costs_nothing(data: st.DataObject, trace: OffloadTrace, speed: CopySpeed) -> None:
+    plan = data.draw(plans(trace))
+    before, released = replace(plan, release_at=()), with_releases(trace, speed, plan)
+    assert plan_errors(trace, released) == []
+    one, two = (simulate_offload(trace, speed, each) for each in (before, released))
+    assert one.waits == two.waits and one.copies == two.copies and one.end == two.end
+    assert two.peak_bytes <= one.peak_bytes
+    if plan.release_at and simulate_offload(trace, speed, plan).waits == one.waits:
+        assert two.peak_bytes <= simulate_offload(trace, speed, plan).peak_bytes, "as early as can be"
 
 
 def changed(timeline: OffloadTimeline, copy: int, **values: float) -> OffloadTimeline:

@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -44,6 +44,13 @@ class HostMemory:
 
     memory: torch.Tensor
     last: Copy | None = field(default=None)
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes allocated on the device: now, and at the most since the last look."""
+
+    now: int
+    most: int
 
 
 class Lanes(Protocol):
@@ -84,6 +91,9 @@ class Lanes(Protocol):
 
     def elapsed_us(self, start: Any, end: Any) -> float:
         """Microseconds between two times; waits for the device."""
+
+    def memory(self) -> DeviceMemory | None:
+        """A look at the device's allocator, whose peak statistics begin anew by it; None where nobody counts."""
 
 
 _CAPTURED: ContextVar[Lanes | None] = ContextVar("packgraph_captured_lanes", default=None)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.lanes import Copy, FreeHost, HostMemories, HostMemory, parts
+from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, parts
 
 
 def pinned(nbytes: int) -> torch.Tensor:
@@ -128,4 +128,11 @@ class CudaLanes:
         """See Lanes."""
         end.synchronize()
         return 1000.0 * start.elapsed_time(end)
+
+    def memory(self) -> DeviceMemory:
+        """See Lanes."""
+        # The plain dictionary: memory_allocated and max_memory_allocated flatten and sort it first, each for itself.
+        found = torch.cuda.memory.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return DeviceMemory(found["current"], found["peak"])
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from packgraph.graphs.lanes import Copy, FreeHost, HostMemories, HostMemory, parts
+from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, parts
 
 POISON = 0xFF
 
@@ -165,6 +165,10 @@ class EmulatedLanes:
     def elapsed_us(self, start: float, end: float) -> float:
         """See Lanes."""
         return 1e6 * (end - start)
+
+    def memory(self) -> DeviceMemory | None:
+        """See Lanes."""
+        return None
 
 
 def _unseen(run: Callable[[], Any]) -> Callable[[], None]:

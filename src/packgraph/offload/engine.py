@@ -56,6 +56,7 @@ class Pass:
         self.seen: set[tuple[int, str]] = set()
         self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
         self.entries: list[_Entry] = []
+        self.leaving: dict[int, list[weakref.ref[Group]]] = {}  # by the place at whose commit main waits for them
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
     def known(self, tensor: Tensor) -> Memory | None:
@@ -167,15 +168,18 @@ class Offload:
 
     def _open(self, now: Pass, name: str, layer: int) -> Group:
         order = len(now.entries)
-        needed, starts, moves = -order, None, not self.measures
+        needed, starts, leaves, moves = -order, None, KEPT, not self.measures
         if self.plan is not None:
             place = self._index.get((layer, name), KEPT)
             moves = moves and place != KEPT and self.plan.moves[place]
             needed = self._backward.get(place, len(self._backward))
             starts = self._backward[self.plan.reload_at[place]] if moves else None
+            leaves = self.plan.release_at[place] if moves and self.plan.release_at else KEPT
         group = Group(name, layer, order, now.lanes, moves=moves, min_bytes=self.min_bytes,
                       reached=partial(self._reached, now), wait=partial(self._wait, now.lanes))
         now.seen.add((layer, name))
+        if leaves != KEPT:
+            now.leaving.setdefault(leaves, []).append(weakref.ref(group))
         now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
         return group
 
@@ -185,8 +189,16 @@ class Offload:
             storage = memory.storage()
             if storage is not None:
                 now.memories[storage._cdata] = memory
+        self._release(now, self._index.get((group.layer, group.name), KEPT))
         if now.times is not None:
-            now.times.committed(group.name, group.layer, group.eligible_bytes, group.eligible_copies)
+            now.times.committed(group)
+
+    def _release(self, now: Pass, place: int) -> None:
+        """Main waits for what the plan gives back at the commit of group `place`, unless its copy is postponed."""
+        for reference in now.leaving.pop(place, ()):
+            group = reference()
+            if group is not None and group.copy_out is not None and not group.copy_out.done:
+                self._wait(now.lanes, group.copy_out)
 
     def _queued(self, lanes: Lanes, copy: Copy) -> None:
         """A copy to the host is queued: main waits for the oldest ones if there are too many."""
@@ -203,12 +215,12 @@ class Offload:
             lanes.wait(copy)
 
     def _reached(self, now: Pass, group: Group) -> None:
-        times = now.times
+        times, reloads = now.times, now.to_reload(group.order)
         if times is not None:
-            times.reached(group.order)
+            times.reached(group, reloads)
             if times.is_complete() and (self._times is None or times.nbytes >= self._times.nbytes):
                 self._times = times
-        for other in now.to_reload(group.order):
+        for other in reloads:
             other.start_reload()
 
 

@@ -5,11 +5,19 @@ too, and taken out:
 
     main   | F0 | F1 |wait| F2 |        a clock at every bar
                                         F2 is made after F0 + F1 + F2
+
+Bytes of groups that are on the device are counted beside, for `room.py`: a group's from its commit on, without those
+whose copies main has waited for, and those that come back until the next backward begins.
 """
+import weakref
+from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from packgraph.graphs.lanes import Copy, Lanes
+from packgraph.offload.group import Group
+from packgraph.offload.room import Room
 from packgraph.plan.offload.plan import OffloadGroup, OffloadTrace
 
 
@@ -45,14 +53,34 @@ class PassTimes:
         self.lanes, self.waits, self.started = lanes, waits, waits.mark()
         self.made: list[tuple[str, int, int, int, Mark]] = []  # name, layer, bytes, copies, time
         self.needed: dict[int, Mark] = {}
+        self.room, self._held, self._running = Room(lanes), 0, 0
+        self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()
 
-    def committed(self, name: str, layer: int, nbytes: int, copies: int) -> None:
+    def committed(self, group: Group) -> None:
         """The next group is made."""
-        self.made.append((name, layer, nbytes, copies, self.waits.mark()))
+        self.made.append((group.name, group.layer, group.eligible_bytes, group.eligible_copies, self.waits.mark()))
+        self._held += group.eligible_bytes
+        if group.host is not None:
+            self._leaving.append((weakref.ref(group), group.eligible_bytes))
+        self.room.made(self._held)  # with what main has waited for since the block was opened: it was there until then
+        self._given_back()
 
-    def reached(self, order: int) -> None:
-        """Backward has come to group `order`."""
-        self.needed.setdefault(order, self.waits.mark())
+    def reached(self, group: Group, reloads: Sequence[Group]) -> None:
+        """Backward has come to `group`; `reloads` begin now."""
+        self.needed.setdefault(group.order, self.waits.mark())
+        self._given_back()
+        before = self._held = self._held - self._running
+        self._held += sum(other.eligible_bytes for other in reloads)
+        self._running = group.eligible_bytes
+        self.room.reached(before, self._held)
+
+    def _given_back(self) -> None:
+        while self._leaving:
+            group, nbytes = self._leaving[0][0](), self._leaving[0][1]
+            if group is not None and (group.copy_out is None or not group.copy_out.done):
+                break
+            self._leaving.popleft()
+            self._held -= nbytes
 
     @property
     def nbytes(self) -> int:
@@ -76,4 +104,5 @@ class PassTimes:
             passed = max(passed, worked(self.started, made))
             needed = max(0.0, worked(begin, self.needed[order]))
             groups.append(OffloadGroup(name, layer, nbytes, passed, needed, max(1, copies)))
-        return OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups))
+        return OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups),
+                            forward_room=self.room.nbytes)

@@ -4,7 +4,7 @@ For timelines that were simulated, and for those that were measured: an engine t
 """
 from itertools import pairwise
 
-from packgraph.plan.offload.plan import OffloadPlan, OffloadTrace
+from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.plan.offload.simulate import OffloadTimeline
 
 NEAR = 1e-6  # share of a time by which sums of floats may differ
@@ -49,6 +49,10 @@ def _order_errors(trace: OffloadTrace, plan: OffloadPlan, timeline: OffloadTimel
                       if copy.group <= index)
         if pending > plan.in_flight:
             errors.append(f"{pending} copies to the host are in flight after group {index}, {plan.in_flight} may be")
+        given_back = plan.release_at[index] if plan.release_at else KEPT
+        if given_back != KEPT and any(copy.group == index and copy.end > timeline.commits[given_back] + slack
+                                      for copy in out):
+            errors.append(f"the memory of group {index} is given back after group {given_back}, before it is copied")
         queued = timeline.backwards[plan.reload_at[index]] + slack
         for copy in timeline.copies:
             if copy.group == index and not copy.to_host:

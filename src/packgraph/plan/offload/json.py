@@ -12,7 +12,8 @@ from typing import Any
 from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
 
 FORMAT = "packgraph offload trace 1"
-WHOLE = ("layer", "bytes", "copies", "slots", "other_bytes")
+WHOLE = ("layer", "bytes", "copies", "slots", "other_bytes", "forward_room")
+OPTIONAL = ("forward_room",)  # files of before it was measured
 
 
 def to_json(trace: OffloadTrace, speed: CopySpeed | None = None) -> str:
@@ -60,7 +61,8 @@ def _values(kind: Any, found: Any, place: str, errors: list[str], without: tuple
         return {}
     names = [field.name for field in fields(kind) if field.name not in without]
     errors += [f"{place} has a field {name!r}, known are {', '.join(names)}" for name in found if name not in names]
-    errors += [f"{place} has no {name}" for name in names if name not in found]
+    errors += [f"{place} has no {name}" for name in names
+               if name not in found and name not in OPTIONAL]
     for name in names:
         if name in found and not _fits(name, found[name]):
             wanted = "text" if name == "name" else "a whole number" if name in WHOLE else "a number"

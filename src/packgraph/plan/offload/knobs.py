@@ -16,7 +16,7 @@ import numpy as np
 
 from packgraph.plan.offload.passes import Moves, Passes
 from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload.simulate import predicted
+from packgraph.plan.offload.simulate import predicted, with_releases
 
 NEAR = 1e-9  # 0.7 of 10 groups are 7, whatever floats say
 
@@ -76,4 +76,5 @@ def plan_by_knobs(trace: OffloadTrace, speed: CopySpeed, knobs: OffloadKnobs, pp
     forward = passes.forwards(np.array([moves], dtype=bool), np.array([knobs.in_flight]))
     backward = passes.backward(moves, int(forward.kept_bytes[0]), int(forward.peak_bytes[0]))
     assert backward is not None, "no limit on waiting was given"
-    return predicted(trace, speed, OffloadPlan(moves, backward.reload_at, knobs.in_flight))
+    plan = OffloadPlan(moves, backward.reload_at, knobs.in_flight)
+    return predicted(trace, speed, with_releases(trace, speed, plan))

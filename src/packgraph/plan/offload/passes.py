@@ -21,8 +21,8 @@ Moves = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class Forwards:
-    """Of C forwards: time that compute waits, float [C]; the most that the device holds, int64 [C]; what a microbatch
-    keeps afterwards, int64 [C]."""
+    """Of C forwards: time that compute waits, float [C]; the most that the device holds, beyond the trace's room, int64
+    [C]; what a microbatch keeps afterwards, int64 [C]."""
 
     exposed_us: np.ndarray
     peak_bytes: np.ndarray
@@ -51,27 +51,33 @@ class Passes:
         self.in_us = [speed.to_device_us(group) for group in groups]
 
     def forwards(self, moves: np.ndarray, in_flight: np.ndarray) -> Forwards:
-        """What C forwards cost. moves: bool [C, groups]. in_flight: int64 [C]."""
+        """What C forwards cost that give memory back as `with_releases` says. moves: bool [C, groups]. in_flight: int64
+        [C]."""
         count, rows = len(moves), np.arange(len(moves))
         kept = (~moves).astype(np.int64) @ np.array(self.bytes, dtype=np.int64)
         held = self.trace.other_bytes + (self.trace.slots - 1) * kept
         peak, waited, free_at = held.copy(), np.zeros(count), np.zeros(count)
         # Ends and bytes of the copies of a forward, oldest first; `queued` of them.
         ends, sizes = np.zeros((count, len(self.bytes) + 1)), np.zeros((count, len(self.bytes) + 1), dtype=np.int64)
-        queued = np.zeros(count, dtype=np.int64)
+        queued, released = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         for index, nbytes in enumerate(self.bytes):
             held += nbytes
             np.maximum(peak, held, out=peak)
             moved, now = moves[:, index], self.forward_us[index] + waited
             free_at = np.where(moved, np.maximum(free_at, now) + self.out_us[index], free_at)
             ends[rows, queued], sizes[rows, queued] = free_at, nbytes
-            oldest = queued - in_flight
-            full = moved & (oldest >= 0)
-            oldest = np.maximum(oldest, 0)
-            waited += np.where(full, np.maximum(ends[rows, oldest] - now, 0.0), 0.0)
-            held -= np.where(full, sizes[rows, oldest], 0)
             queued += moved
-        return Forwards(waited + np.maximum(free_at - self.trace.forward_us - waited, 0.0), peak, kept)
+            full = queued - released > in_flight
+            waited += np.where(full, np.maximum(ends[rows, released] - now, 0.0), 0.0)
+            now = self.forward_us[index] + waited
+            full |= (released < queued) & (ends[rows, released] <= now)
+            while full.any():
+                held -= np.where(full, sizes[rows, released], 0)
+                released += full
+                full = (released < queued) & (ends[rows, released] <= now)
+        after = self.trace.other_bytes + self.trace.slots * kept
+        return Forwards(waited + np.maximum(free_at - self.trace.forward_us - waited, 0.0),
+                        np.maximum(peak - self.trace.room, after), kept)
 
     def backward(self, moves: Moves, kept: int, limit: int, most_us: float = float("inf")) -> Backward | None:
         """What the backward of `moves` costs, with reloads as early as `limit` bytes allow.

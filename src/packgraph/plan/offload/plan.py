@@ -12,6 +12,8 @@ The rules that engine and plan agree on (`plan/offload/simulate.py` is the speci
 * Commit of group i, when its forward ends: if it moves, its copy to the host is queued; then, while more than
   `in_flight` copies are queued and not yet waited for, compute waits for the oldest and gives its device memory back.
   So memory is given back at fixed points of the program, which is all that a captured graph knows.
+* Then compute waits for the copies of all groups i with `release_at[i]` up to this group, oldest first, and gives their
+  memory back, too. A planner names the first commit at which a copy should have ended, so that nothing waits long.
 * At the end of a microbatch's forward compute waits for all copies to the host that are left.
 * Start of group j's backward: memory of the group before it in backward order is given back; then the reloads of all
   groups i with `reload_at[i] == j` get their memory and are queued, those needed first at first; then, if j was moved,
@@ -69,7 +71,9 @@ class OffloadTrace:
     groups: in forward order. forward_us, backward_us: compute of the whole forward and backward. slots: microbatches
     in flight at most, this one included; of a rank with several like chunks, those of all of them. other_bytes:
     everything else that the device holds at the same time, of which no plan gets rid (0: plans then speak of the groups
-    alone).
+    alone). forward_room: bytes by which all else is larger at the most in the backward than in the forward (gradients
+    of activations): the forward's groups may exceed the peak by so much. It counts with a single slot only; with more,
+    forwards run beside what others hold.
     """
 
     groups: tuple[OffloadGroup, ...]
@@ -77,6 +81,7 @@ class OffloadTrace:
     backward_us: float
     slots: int = 1
     other_bytes: int = 0
+    forward_room: int = 0
 
     def __post_init__(self) -> None:
         errors = trace_errors(self)
@@ -92,6 +97,11 @@ class OffloadTrace:
     def backward_place(self) -> dict[int, int]:
         """Index of a group -> its place in `backward_order`."""
         return {index: place for place, index in enumerate(self.backward_order)}
+
+    @property
+    def room(self) -> int:
+        """Bytes by which a forward may exceed the peak."""
+        return self.forward_room if self.slots == 1 else 0
 
     @property
     def bytes(self) -> int:
@@ -115,10 +125,12 @@ class OffloadPlan:
 
     moves: per group. reload_at: per group, the index of the group at whose backward its reload is queued (its own at
     the latest), KEPT where it does not move. in_flight: copies to the host that compute has not waited for, at most.
+    release_at: per group, the index of the group at whose commit compute waits for its copy to the host at the latest,
+    KEPT: when the forward ends; empty: KEPT for all.
 
     Predicted, per microbatch: peak_bytes and kept_peak_bytes of the device with and without the plan (all slots,
-    other_bytes included), moved_bytes, host_bytes (pinned, all slots), copy_us (both directions), exposed_us (compute
-    waits for copies), compute_us (without waiting).
+    other_bytes included; of the forward what is beyond the trace's `room`), moved_bytes, host_bytes (pinned, all
+    slots), copy_us (both directions), exposed_us (compute waits for copies), compute_us (without waiting).
     """
 
     moves: tuple[bool, ...]
@@ -131,6 +143,7 @@ class OffloadPlan:
     copy_us: float = 0.0
     exposed_us: float = 0.0
     compute_us: float = 0.0
+    release_at: tuple[int, ...] = ()
 
     @property
     def hidden_us(self) -> float:
@@ -151,8 +164,8 @@ class OffloadPlan:
 def trace_errors(trace: OffloadTrace) -> list[str]:
     """Everything that no microbatch can have done; empty when the trace is possible."""
     errors = [f"{name} is {value}, must be at least {least}" for name, value, least in (
-        ("slots", trace.slots, 1), ("other_bytes", trace.other_bytes, 0), ("forward_us", trace.forward_us, 0),
-        ("backward_us", trace.backward_us, 0)) if not value >= least]
+        ("slots", trace.slots, 1), ("other_bytes", trace.other_bytes, 0), ("forward_room", trace.forward_room, 0),
+        ("forward_us", trace.forward_us, 0), ("backward_us", trace.backward_us, 0)) if not value >= least]
     before = 0.0
     for index, group in enumerate(trace.groups):
         told = f"group {index} ({group.name} of layer {group.layer})"
@@ -182,7 +195,28 @@ def plan_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
             errors.append(f"{told} moves, and there is no group {at} at whose backward it could be reloaded")
         elif moves and place[at] > place[index]:
             errors.append(f"{told} is reloaded at the backward of group {at}, which comes after its own")
+    errors += _release_errors(trace, plan)
     moved = [index for index in trace.backward_order if plan.moves[index] and plan.reload_at[index] in place]
     errors += [f"group {two} is reloaded before group {one}, which is needed earlier" for one, two in pairwise(moved)
                if place[plan.reload_at[two]] < place[plan.reload_at[one]]]
+    return errors
+
+
+def _release_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
+    """What is wrong with `plan.release_at`."""
+    count, errors, before = len(trace.groups), list[str](), 0
+    if len(plan.release_at) not in (0, count):
+        return [f"the trace has {count} groups, the plan {len(plan.release_at)} places to give memory back at"]
+    for index, at in enumerate(plan.release_at):
+        told = f"group {index} ({trace.groups[index].name} of layer {trace.groups[index].layer})"
+        if not plan.moves[index]:
+            if at != KEPT:
+                errors.append(f"{told} does not move and is given back at {at}")
+            continue
+        place = count if at == KEPT else at
+        if not index <= place <= count:
+            errors.append(f"{told} is given back at {at}: it must be itself, a group after it, or {KEPT}")
+        elif place < before:
+            errors.append(f"{told} is given back before a group whose copy comes first")
+        before = max(before, min(place, count))
     return errors

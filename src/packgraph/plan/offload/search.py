@@ -16,7 +16,7 @@ from packgraph.plan.memory.budget import shown
 from packgraph.plan.offload.passes import Backward, Moves, Passes
 from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.plan.offload.sets import FEW, candidates
-from packgraph.plan.offload.simulate import predicted
+from packgraph.plan.offload.simulate import predicted, with_releases
 
 STEPS = 4096  # of memory between which a budget of time chooses, of the bytes of all groups
 DIGITS = 6  # of a microsecond, below which waits are equal
@@ -103,7 +103,7 @@ def plan_for_bytes(trace: OffloadTrace, speed: CopySpeed, budget: int, movable: 
                          f"{shown(judged.least_peak())} (without offloading {shown(trace.kept_peak_bytes)}, of which "
                          f"{shown(trace.other_bytes)} are not activations that may move); raise the budget, let more "
                          "modules move, or make microbatches smaller")
-    return predicted(trace, speed, found)
+    return predicted(trace, speed, with_releases(trace, speed, found))
 
 
 def plan_for_time(trace: OffloadTrace, speed: CopySpeed, lost: float, movable: Sequence[bool] | None = None,
@@ -129,7 +129,7 @@ def plan_for_time(trace: OffloadTrace, speed: CopySpeed, lost: float, movable: S
         if backward is not None and (best is None or max(one.peak, backward.peak_bytes) < best):
             best, found = max(one.peak, backward.peak_bytes), one.plan(backward)
     assert found is not None, "to move nothing is always among the candidates, and loses no time"
-    return predicted(trace, speed, found)
+    return predicted(trace, speed, with_releases(trace, speed, found))
 
 
 def least_peak_bytes(trace: OffloadTrace, speed: CopySpeed, movable: Sequence[bool] | None = None,

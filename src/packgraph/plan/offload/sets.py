@@ -7,6 +7,10 @@ For a pace (bytes per us), groups are taken in forward order as long as compute 
 `in_flight` of them unfinished, all finished when the forward ends, and each back before its backward. So the last
 groups of a forward, which are needed first, stay where they are (the margin), and the others take turns.
 
+Large groups do not add up to what copies can take until the forward ends; small ones do. So there are sets, too, of the
+first 0, 1, 2, ... groups larger than the average and as many small ones as fit, with hardly a bound in flight: memory
+is given back when copies have ended anyway (`with_releases`).
+
 The invariant: sets follow from the trace's bytes and compute times alone, not from the budget or the speed of copies.
 So whoever picks the best of them gets no worse by a larger budget or faster copies. Few groups: all subsets.
 
@@ -24,6 +28,9 @@ FEW = 8  # movable groups of which all subsets are tried
 SHARES = 80  # paces up to that of all bytes in the time of a forward
 FASTER = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # and beyond, for sets that make compute wait
 IN_FLIGHT = (1, 2, 4)
+FINE = tuple(0.02 * 1.03**step for step in range(132))  # shares like those, up to 1, for sets that fill what is left
+LARGE = (0, 1, 2, 4, None)  # groups above the average that these may have, None = all
+MANY = 64  # copies in flight, for them
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,18 @@ def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> 
         # Copies slower than the pace wait less behind one another with more of them in flight.
         moves += [in_step, in_step[bound == IN_FLIGHT[-1]]]
         in_flight += [bound, 2 * bound[bound == IN_FLIGHT[-1]]]
+        share, bound = np.tile(FINE, len(LARGE)), np.full(len(FINE) * len(LARGE), MANY)
+        allowed = np.repeat(_few_large(sizes), len(FINE), axis=0)
+        moves.append(_in_step(trace, allowed, share * sizes.sum() / trace.forward_us, bound))
+        in_flight.append(bound)
     return _each_once(np.concatenate(moves), np.concatenate(in_flight))
+
+
+def _few_large(sizes: np.ndarray) -> np.ndarray:
+    """For each number of LARGE the groups that may move: bool [len(LARGE), groups]. sizes: 0 of those that may not."""
+    large = sizes > sizes.sum() / (sizes > 0).sum()
+    number = np.cumsum(large)  # of a large group, from 1
+    return np.array([(sizes > 0) & (~large | (number <= (len(sizes) if most is None else most))) for most in LARGE])
 
 
 def _each_once(moves: np.ndarray, in_flight: np.ndarray) -> Candidates:

@@ -7,10 +7,11 @@ the search (`plan/offload/passes.py`) has a faster twin. Of other microbatches i
 
 which is exact, since a microbatch's copies to the host end with its forward, and its reloads with its backward.
 """
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
 
-from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace, plan_errors
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class OffloadTimeline:
 
     copies: in the order in which they were queued. waits: of compute, those of no length left out. commits, backwards:
     per group, when its forward has ended and when its backward starts, waits included. forward_end, end: of the
-    microbatch's forward and of all. memory: (time, bytes from then on), in the order of the program.
+    microbatch's forward and of all. memory: (time, bytes from then on), in the order of the program; the first
+    `forward_memory` of them are the forward's, which may exceed the peak by `room` bytes.
     """
 
     copies: tuple[Copy, ...]
@@ -50,6 +52,8 @@ class OffloadTimeline:
     forward_end: float
     end: float
     memory: tuple[tuple[float, int], ...]
+    forward_memory: int = 0
+    room: int = 0
 
     @property
     def exposed_us(self) -> float:
@@ -58,8 +62,9 @@ class OffloadTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the device holds."""
-        return max(held for _, held in self.memory)
+        """The most that the device holds; of the forward what is beyond its room."""
+        return max(held - (self.room if place < self.forward_memory else 0)
+                   for place, (_, held) in enumerate(self.memory))
 
     def copy_us(self, to_host: bool) -> float:
         """How long copies of one direction take together."""
@@ -101,7 +106,8 @@ class _Run:
         self.reloaded: dict[int, Copy] = {}
         self.commits = [0.0] * len(trace.groups)
         self.backwards = [0.0] * len(trace.groups)
-        self.forward_end = 0.0
+        self.forward_end, self.forward_memory = 0.0, 0
+        self.release_at = plan.release_at or (KEPT,) * len(trace.groups)
         self.running: int | None = None
 
     def commit(self, index: int) -> None:
@@ -109,11 +115,14 @@ class _Run:
         self._hold(now, self.trace.groups[index].bytes)
         if self.plan.moves[index]:
             self.in_flight.append(self._queue(index, True, now))
-            self._give_back(now, self.plan.in_flight)
+            now = self._give_back(now, self.plan.in_flight)
+        due = sum(KEPT < self.release_at[copy.group] <= index for copy in self.in_flight)
+        self._give_back(now, len(self.in_flight) - due)
         self.commits[index] = self.trace.groups[index].forward_us + self.waited
 
     def end_forward(self) -> None:
         self._give_back(self.trace.forward_us + self.waited, 0)
+        self.forward_memory = len(self.memory) - 1  # the last is what the backward begins with
         self.forward_end = self.trace.forward_us + self.waited
 
     def start_backward(self, index: int) -> None:
@@ -131,7 +140,7 @@ class _Run:
         end = self._backward_time(self.trace.backward_us)
         self._end_running(end)
         return OffloadTimeline(tuple(self.copies), tuple(self.waits), tuple(self.commits), tuple(self.backwards),
-                               self.forward_end, end, tuple(self.memory))
+                               self.forward_end, end, tuple(self.memory), self.forward_memory, self.trace.room)
 
     def _backward_time(self, us: float) -> float:
         return self.trace.forward_us + us + self.waited
@@ -140,12 +149,14 @@ class _Run:
         if self.running is not None:
             self._hold(now, -self.trace.groups[self.running].bytes)
 
-    def _give_back(self, now: float, left: int) -> None:
+    def _give_back(self, now: float, left: int) -> float:
+        """The time at which compute goes on."""
         while len(self.in_flight) > left:
             copy = self.in_flight.popleft()
             now = self._wait(copy, now)
             self._hold(now, -self.trace.groups[copy.group].bytes)
             self.on_host[copy.group] = copy.end
+        return now
 
     def _queue(self, index: int, to_host: bool, now: float) -> Copy:
         group = self.trace.groups[index]
@@ -166,6 +177,20 @@ class _Run:
     def _hold(self, now: float, nbytes: int) -> None:
         self.held += nbytes
         self.memory.append((now, self.held))
+
+
+def with_releases(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadPlan:
+    """`plan` with memory that is given back at the first commit at which its copy has ended by itself.
+
+    Nothing is waited for that was not before, so no time changes. Raises ValueError like `simulate_offload`.
+    """
+    timeline = simulate_offload(trace, speed, replace(plan, release_at=()))
+    ends = {copy.group: copy.end for copy in timeline.copies if copy.to_host}
+    # Times of commits only rise, so the first one not before the end is found by halving.
+    places = {group: max(group, bisect_left(timeline.commits, end)) for group, end in ends.items()}
+    release_at = tuple(place if (place := places.get(index, KEPT)) < len(trace.groups) else KEPT
+                       for index in range(len(trace.groups)))
+    return replace(plan, release_at=release_at)
 
 
 def predicted(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadPlan:

@@ -1,0 +1,117 @@
+"""What a backward needs beside the groups is measured; memory is given back where the plan says, after its copy."""
+import itertools
+from dataclasses import replace
+
+import pytest
+from offloadkit import DENSE, config, same, train
+
+from packgraph.graphs.lanes import DeviceMemory
+from packgraph.graphs.lanes_emulated import EmulatedLanes
+from packgraph.offload.engine import Offload
+from packgraph.offload.room import Room
+from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload.plan import KEPT, CopySpeed
+
+
+class Told(EmulatedLanes):
+    """An allocator that says what it is told to: (now, most) one after another."""
+
+    def __init__(self, *looks):
+        super().__init__()
+        self.looks = [(0, 0), *looks]
+
+    def memory(self):
+        return DeviceMemory(*self.looks.pop(0))
+
+
+def test_room_is_what_the_backward_needs_beyond_the_forward():
+    room = Room(Told((15, 18), (26, 30), (28, 28), (18, 37), (8, 27)))
+    room.made(10)
+    room.made(20)  # 10 beside them at the most
+    room.reached(20, 20)  # 8 between forward and backward
+    room.reached(10, 10)  # 17 beside 20
+    room.reached(0, 10)
+    assert room.nbytes == 7
+
+
+@pytest.mark.parametrize(("looks", "nbytes"), [
+    ([(10, 10), (10, 31), (10, 12)], 0),  # a loss before the first backward is no need of one
+    ([(10, 10), (10, 10), (30, 32)], 2),  # gradients of parameters, 20, are made and stay
+    ([(10, 10), (10, 10), (5, 14)], 4),
+])
+def test_what_is_not_a_need_of_the_backward_does_not_count(looks, nbytes):
+    room = Room(Told(*looks))
+    room.made(10)
+    room.reached(10, 10)
+    room.reached(10, 10)
+    assert room.nbytes == nbytes
+
+
+def test_nobody_knows_without_an_allocator():
+    room = Room(EmulatedLanes())
+    room.made(10)
+    room.reached(10, 10)
+    assert room.nbytes == 0
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_groups_on_the_device_are_counted(measures, monkeypatch):
+    """Up to all of them where nothing moves; else what copies have left, in flight and back for the next backward."""
+    seen = []
+    monkeypatch.setattr(Room, "made", lambda self, held: seen.append(held))
+    monkeypatch.setattr(Room, "reached", lambda self, before, after: seen.append((before, after)))
+    _, engine, _ = train(config(layers=3), DENSE, counts=(1,), measures=measures, in_flight=1)
+    sizes = [group.bytes for group in engine.trace.groups]
+    made, reached = seen[:len(sizes)], seen[len(sizes):]
+    if measures:
+        assert made == [sum(sizes[:index + 1]) for index in range(len(sizes))]
+        assert reached == [(held, held) for held in reversed(made)]
+    else:
+        assert made == [sizes[0], *(one + two for one, two in itertools.pairwise(sizes))], "one copy in flight"
+        # Its own comes back with the one before it; what is next is already there.
+        assert all(before < after <= sum(sizes) for before, after in reached[:-1])
+    assert reached[-1][1] == sizes[0]
+
+
+def given_back_at(offset):
+    """A policy that gives memory back `offset` groups after each group, and would keep all copies in flight."""
+    def policy(trace):
+        plan = plan_by_knobs(trace, CopySpeed(), OffloadKnobs(min_bytes=1, margin=0, in_flight=99))
+        at = [index + offset if moves and index + offset < len(plan.moves) else KEPT
+              for index, moves in enumerate(plan.moves)]
+        return replace(plan, release_at=tuple(at))
+
+    return policy
+
+
+@pytest.mark.parametrize("granularity", [None, "chunk"])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(granularity, offset, monkeypatch):
+    """As many copies are in flight when a group is made as the plan says, and no bit is another."""
+    counts, left = (1, 1, 1), []
+    release = Offload._release
+
+    def watched(self, now, place):
+        release(self, now, place)
+        if self.plan is not None and now.lanes in self._under_way:
+            left.append((place, sum(not copy.done for copy in self._under_way[now.lanes])))
+
+    monkeypatch.setattr(Offload, "_release", watched)
+    found, engine, _ = train(config(), DENSE, granularity=granularity, counts=counts, late=("out",),
+                             policy=given_back_at(offset))
+    assert same(found, train(config(), counts=counts)[0])
+    moved = [index for index, moves in enumerate(engine.plan.moves) if moves]
+    assert left and all(count == sum(place - offset < index <= place for index in moved) for place, count in left)
+
+
+def test_memory_that_is_given_back_without_waiting_is_a_wrong_number(monkeypatch):
+    """The control: a late copy reads what has been written there since."""
+    def hasty(self, now, place):
+        for reference in now.leaving.pop(place, ()):
+            group = reference()
+            if group is not None and group.copy_out is not None:
+                group.copy_out.held = []
+
+    monkeypatch.setattr(Offload, "_release", hasty)
+    found, _, _ = train(config(layers=3), DENSE, granularity="chunk", late=("out",), policy=given_back_at(1))
+    assert not same(found, train(config(layers=3))[0])
