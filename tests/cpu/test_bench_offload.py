@@ -26,9 +26,12 @@ def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"tiny-32-{way}.{kind}" for way in ("everything", "planned") for kind in ("svg", "trace.json")]
     assert planned["lost"] <= 0.5 and planned["pool_bytes"] < kept["pool_bytes"] and kept["pool_ratio"] == 1.0
-
-
     assert planned["fell_bytes"] == kept["pool_bytes"] - planned["pool_bytes"] > 0
+    saved = kept["kept_for_backward_bytes"]
+    assert all(row["kept_for_backward_bytes"] == saved for row in (everything, planned)) and kept["pool_bytes"] > saved
+    assert planned["moved_of_kept_for_backward"] == round(planned["moved_bytes"] / saved, 4)
+    assert everything["fell_of_kept_for_backward"] == round(everything["fell_bytes"] / saved, 4) > 0
+    assert planned["forward_room_bytes"] == 0, "nobody counts a CPU's memory"
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 5, 63, 64])

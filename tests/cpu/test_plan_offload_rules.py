@@ -125,6 +125,9 @@ def test_traces_survive_their_files(trace: OffloadTrace, speed: CopySpeed | None
     text = to_json(trace, speed)
     assert from_json(text) == (trace, speed)
     assert len(text.splitlines()) == 3 + max(len(trace.groups), 1)
+    old = json.loads(text)
+    del old["trace"]["forward_room"]
+    assert from_json(json.dumps(old))[0] == replace(trace, forward_room=0), "files of before it was measured"
 
 
 def test_files_with_mistakes_are_refused_with_all_of_them() -> None:

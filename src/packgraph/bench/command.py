@@ -117,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
                                     help="(default: auto)")
         parser_of_bank.add_argument("--banks", type=_count, nargs="+", default=banks, metavar="K",
                                     help=f"numbers of buckets (default: {' '.join(map(str, banks))})")
-    _offload_options(add("offload", "activations on the host from inside a chunk graph, against kept ones", _offload))
+    _offload_options(add("offload", "activations on the host from inside a chunk graph, against kept ones; shares `of "
+                         "kept for backward` are of what a forward has saved and is alive when it ends", _offload))
     memory.add_argument("--compile", action="store_true", help="graphs of compiled code")
     capture.add_argument("--ways", nargs="+", choices=CAPTURE_WAYS, default=list(CAPTURE_WAYS), metavar="WAY",
                          help=f"(default: {' '.join(CAPTURE_WAYS)})")

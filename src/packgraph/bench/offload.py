@@ -5,10 +5,11 @@
     planned    what the planner moves for a loss of at most --lost of the time (default 1 %), by a measured trace
 
 Each way runs by itself: forward and backward of one microbatch at a time, by one graph each. Bytes are those of the
-graphs' pool and of everything held at the peak, parameters and gradients left out. The copies' speed comes from a
-profile of one more replay, their ceiling from plain copies of pinned memory. With --largest the most tokens are looked
-for with which the first and the second way still run, from the most that were measured on; what is known when the time
-is up is told as "at least". With --draw FOLDER plans are drawn as SVG and as Chrome traces.
+graphs' pool and of everything held at the peak, parameters and gradients left out. `kept for backward` is what an eager
+forward has saved and is alive when it ends, the most that could move; pools hold temporaries of the backward, too. The
+copies' speed comes from a profile of one more replay, their ceiling from plain copies of pinned memory. With --largest
+the most tokens are looked for with which the first and the second way still run, from the most that were measured on;
+what is known when the time is up is told as "at least". With --draw FOLDER plans are drawn as SVG and as Chrome traces.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from packgraph.bench.contest import attempt_alone
 from packgraph.bench.copies import copy_ceiling, copy_times
+from packgraph.bench.kept import kept_for_backward
 from packgraph.bench.models import draw_batches, dtype_on, shape, zero_gradients
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
@@ -43,8 +46,8 @@ COLUMNS: list[Column] = [
     ("tokens", value("tokens")), ("way", value("way")), ("ms", median("ms")), ("of kept", value("time_ratio", ".4f")),
     ("pool GiB", gibibytes("pool_bytes")), ("of kept", value("pool_ratio", ".3f")),
     ("peak GiB", gibibytes("peak_bytes")), ("moved GiB", gibibytes("moved_bytes")),
-    ("host GiB", gibibytes("host_bytes")),
-    ("fell GiB", gibibytes("fell_bytes")), ("plan: saved GiB", gibibytes("planned_saved_bytes")),
+    ("fell GiB", gibibytes("fell_bytes")), ("of kept for backward", value("fell_of_kept_for_backward", ".3f")),
+    ("plan: saved GiB", gibibytes("planned_saved_bytes")),
     ("plan: exposed ms", value("exposed_ms", ".2f")),
     ("out GB/s", value("out_gb_s", ".1f")), ("ceiling", value("out_ceiling_gb_s", ".1f")),
     ("back GB/s", value("back_gb_s", ".1f")), ("ceiling", value("back_ceiling_gb_s", ".1f"))]
@@ -116,7 +119,11 @@ def _ratios(found: Row | None, kept: Row | None) -> Row:
     if found is None or kept is None:
         return {}
     which = "pool_bytes" if found["peak_bytes"] is None else "peak_bytes"
-    return {"time_ratio": round(found["figures"]["ms"]["median"] / kept["figures"]["ms"]["median"], 5),
+    saved = kept["kept_for_backward_bytes"]
+    return {"kept_for_backward_bytes": saved,
+            "moved_of_kept_for_backward": round(found.get("moved_bytes", 0) / saved, 4) if saved else 0.0,
+            "fell_of_kept_for_backward": round((kept[which] - found[which]) / saved, 4) if saved else 0.0,
+            "time_ratio": round(found["figures"]["ms"]["median"] / kept["figures"]["ms"]["median"], 5),
             "pool_ratio": round(found["pool_bytes"] / kept["pool_bytes"], 4), "fell_bytes": kept[which] - found[which]}
 
 
@@ -159,6 +166,7 @@ class _Run:
 def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str,
              speed: CopySpeed) -> Row:
     policy, measured = _policy(options, model, device, tokens, way, speed)
+    known = {} if way != "kept" else {"kept_for_backward_bytes": _kept_bytes(options, model, device, tokens)}
     free_unused(device)
     before = held_bytes(device)
     with _Run(options, model, device, tokens, policy) as run:
@@ -169,9 +177,11 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
         plan = run.engine.plan if run.engine is not None else None
         if run.engine is not None:
             _draw(options, f"{options.model}-{tokens}-{way}", measured or run.engine.trace, run.engine.plan, speed)
-        row: Row = {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
+        row: Row = known | {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
                     "peak_bytes": None if peak is None or before is None else peak - before}
         spent = copy_times(device, run.calls) if plan is not None and plan.moved_bytes else None
+        if measured is not None:
+            row["forward_room_bytes"] = measured.forward_room
         return row | _of_plan(options, plan, spent, speed)
 
 
@@ -225,6 +235,15 @@ def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, t
         if engine.trace is None:
             raise ValueError(f"nothing of {', '.join(options.modules)} is saved by this model")
         return engine.trace
+
+
+def _kept_bytes(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int) -> int:
+    """What the forward of an eager microbatch keeps for its backward."""
+    with _Run(replace(options, calls=1), model, device, tokens, None) as run:
+        given = run.way.work.arguments(run.batches[0])
+        came_in = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        return kept_for_backward(lambda: run.way.graphed.run_eagerly(*given),
+                                 [*run.model.parameters(), *run.model.buffers(), *came_in])
 
 
 def _most_tokens(options: OffloadOptions, model: DecoderStack, device: torch.device, way: str, speed: CopySpeed,

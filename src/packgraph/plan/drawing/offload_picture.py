@@ -47,7 +47,8 @@ def offload_blocks(trace: OffloadTrace, timeline: OffloadTimeline) -> list[Offlo
 class OffloadFigures:
     """A rank's row of the table: per microbatch, but for the peaks, which are those of the device.
 
-    copied: bytes in one direction. host_us, device_us: how long copies to the host and back take together.
+    copied: bytes in one direction. kept_bytes: what all groups keep for the backward when nothing moves. host_us,
+    device_us: how long copies to the host and back take together.
     """
 
     moved: int
@@ -59,6 +60,12 @@ class OffloadFigures:
     compute_us: float
     peak_bytes: int
     kept_peak_bytes: int
+    kept_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Of what the groups keep for the backward, what moves."""
+        return self.copied / self.kept_bytes if self.kept_bytes else 0.0
 
     @property
     def hidden_us(self) -> float:
@@ -75,4 +82,5 @@ def offload_figures(trace: OffloadTrace, plan: OffloadPlan, timeline: OffloadTim
     """The figures of one rank."""
     copied = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if moves)
     return OffloadFigures(sum(plan.moves), len(plan.moves), copied, timeline.copy_us(True), timeline.copy_us(False),
-                          timeline.exposed_us, trace.compute_us, timeline.peak_bytes, trace.kept_peak_bytes)
+                          timeline.exposed_us, trace.compute_us, timeline.peak_bytes, trace.kept_peak_bytes,
+                          trace.bytes)

@@ -5,7 +5,7 @@ from packgraph.plan.drawing.offload_picture import OffloadFigures
 from packgraph.plan.drawing.tables import aligned
 from packgraph.plan.memory.budget import shown
 
-HEADER = ("", "groups", "moved", "peak", "without", "hidden", "exposed", "lost", "to host", "to device")
+HEADER = ("", "groups", "moved", "of kept", "peak", "without", "hidden", "exposed", "lost", "to host", "to device")
 
 
 def offload_table(figures: Sequence[tuple[str, OffloadFigures]]) -> str:
@@ -13,11 +13,12 @@ def offload_table(figures: Sequence[tuple[str, OffloadFigures]]) -> str:
     newline."""
     table = [list(HEADER)]
     for name, row in figures:
-        table.append([name, f"{row.moved} of {row.groups}", shown(row.copied), shown(row.peak_bytes),
-                      shown(row.kept_peak_bytes), f"{row.hidden_us / 1000:.2f} ms", f"{row.exposed_us / 1000:.2f} ms",
-                      f"{row.lost:.2%}", _speed(row.copied, row.host_us), _speed(row.copied, row.device_us)])
-    return "\n".join([*aligned(table), "moved, hidden, exposed: per microbatch; lost: exposed over compute; peak: all "
-                      "microbatches in flight"]) + "\n"
+        table.append([name, f"{row.moved} of {row.groups}", shown(row.copied), f"{row.share:.0%}",
+                      shown(row.peak_bytes), shown(row.kept_peak_bytes), f"{row.hidden_us / 1000:.2f} ms",
+                      f"{row.exposed_us / 1000:.2f} ms", f"{row.lost:.2%}", _speed(row.copied, row.host_us),
+                      _speed(row.copied, row.device_us)])
+    return "\n".join([*aligned(table), "moved, hidden, exposed: per microbatch; of kept: moved over what all groups keep for "
+                      "the backward;", "lost: exposed over compute; peak: all microbatches in flight"]) + "\n"
 
 
 def _speed(nbytes: int, us: float) -> str:
