@@ -166,3 +166,12 @@ def test_streams_are_all_different(monkeypatch):
     own = Dealt("cuda:0")
     found = streams_beside(own, 4)
     assert len({stream.cuda_stream for stream in [own, *found]}) == 5
+
+
+def test_a_look_at_memory_begins_the_peak_anew(made, monkeypatch):
+    bytes_of = {"current": 5, "peak": 9}
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict",
+                        lambda device: {"allocated_bytes": {"all": dict(bytes_of)}})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: bytes_of.update(peak=5))
+    _, lanes = made
+    assert lanes.memory() == (5, 9) and lanes.memory() == (5, 5)

@@ -1,12 +1,13 @@
-"""How much more a backward needs beside the groups than the forward did: what copies may still lie in as it ends.
+r"""How much more a backward needs beside the groups than the forward did: what copies may still lie in as it ends.
 
-    memory   |            ____/|\\                      /: groups on the device, all of them kept here
-             |       ____/     | \\___  gradients       |: the forward ends
-             |  ____/          |_____\\___ ...
-    all else |  ==f== ==f==  f | b  ======              room = most of b - most of f
+    memory   |            ____/|\                      /: groups on the device, all of them kept here
+             |       ____/     | \___  gradients       |: the forward ends
+             |  ____/          |_____\___ ...
+    all else |  ==f== ==f==  f | b  ======             room = most of (b - groups that have gone) - most of f
 
 Copies to the host that have not ended with the forward's last group hold memory that the backward takes a moment
-later, for gradients of activations: giving it back earlier lowers no peak. Measured in traced passes, where the lanes
+later, for gradients of activations: giving it back earlier lowers no peak. What a backward needs later, when groups
+have gone, counts as far as it would exceed that if nothing moved. Measured in traced passes, where the lanes
 know the allocator; what stays behind a backward (gradients of parameters that are made for the first time) is no such
 need. What is between the last group and the first backward counts as forward.
 """
@@ -17,7 +18,7 @@ class Room:
     """Of one pass. Begins with the pass."""
 
     def __init__(self, lanes: Lanes) -> None:
-        self._lanes, self._forward, self._backward, self._rest = lanes, 0, 0, 0
+        self._lanes, self._forward, self._backward, self._rest, self._passed = lanes, 0, 0, 0, 0
         self._held: int | None = None
         lanes.memory()
 
@@ -27,9 +28,9 @@ class Room:
         if found is not None:
             self._forward = max(self._forward, found.most - held)
 
-    def reached(self, before: int, after: int) -> None:
+    def reached(self, before: int, after: int, passed: int) -> None:
         """Backward has come to a group. before, after: bytes of groups on the device, without and with those whose
-        reload begins here."""
+        reload begins here. passed: bytes of groups whose backward is over."""
         found = self._lanes.memory()
         if found is None:
             return
@@ -37,8 +38,9 @@ class Room:
         if self._held is None:
             self._forward, self._rest = max(self._forward, found.most - before), rest
         else:
-            self._backward = max(self._backward, found.most - self._held - max(0, rest - self._rest))
-        self._held = after
+            stays = max(0, rest - self._rest)
+            self._backward = max(self._backward, found.most - self._held - stays - self._passed)
+        self._held, self._passed = after, passed
 
     @property
     def nbytes(self) -> int:

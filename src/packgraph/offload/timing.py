@@ -54,6 +54,7 @@ class PassTimes:
         self.made: list[tuple[str, int, int, int, Mark]] = []  # name, layer, bytes, copies, time
         self.needed: dict[int, Mark] = {}
         self.room, self._held, self._running = Room(lanes), 0, 0
+        self._passed = 0
         self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()
 
     def committed(self, group: Group) -> None:
@@ -70,9 +71,10 @@ class PassTimes:
         self.needed.setdefault(group.order, self.waits.mark())
         self._given_back()
         before = self._held = self._held - self._running
+        self._passed += self._running
         self._held += sum(other.eligible_bytes for other in reloads)
         self._running = group.eligible_bytes
-        self.room.reached(before, self._held)
+        self.room.reached(before, self._held, self._passed)
 
     def _given_back(self) -> None:
         while self._leaving:
