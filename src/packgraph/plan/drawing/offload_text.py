@@ -17,8 +17,8 @@ def offload_table(figures: Sequence[tuple[str, OffloadFigures]]) -> str:
                       shown(row.peak_bytes), shown(row.kept_peak_bytes), f"{row.hidden_us / 1000:.2f} ms",
                       f"{row.exposed_us / 1000:.2f} ms", f"{row.lost:.2%}", _speed(row.copied, row.host_us),
                       _speed(row.copied, row.device_us)])
-    return "\n".join([*aligned(table), "moved, hidden, exposed: per microbatch; of kept: moved over what all groups "
-                      "keep for the backward;", "lost: exposed over compute; peak: all microbatches in flight"]) + "\n"
+    return "\n".join([*aligned(table), "moved, hidden, exposed: per microbatch; of kept: of what all groups keep; lost: "
+                      "exposed over compute; peak: all in flight"]) + "\n"
 
 
 def _speed(nbytes: int, us: float) -> str:
