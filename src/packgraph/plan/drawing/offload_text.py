@@ -17,7 +17,7 @@ def offload_table(figures: Sequence[tuple[str, OffloadFigures]]) -> str:
                       shown(row.peak_bytes), shown(row.kept_peak_bytes), f"{row.hidden_us / 1000:.2f} ms",
                       f"{row.exposed_us / 1000:.2f} ms", f"{row.lost:.2%}", _speed(row.copied, row.host_us),
                       _speed(row.copied, row.device_us)])
-    return "\n".join([*aligned(table), "moved, hidden, exposed: per microbatch; of kept: of what all groups keep; lost: "
+    return "\n".join([*aligned(table), "moved, hidden, exposed: per microbatch; of kept: of what groups keep; lost: "
                       "exposed over compute; peak: all in flight"]) + "\n"
 
 
