@@ -14,7 +14,6 @@ the head on.
 
 Where the row is cut in zigzag, `embed` adds rows, which say what of the row is this rank's.
 """
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
+from packgraph.models.initial import draw_normal, generator_of
 from packgraph.models.layers.mamba import MambaMixer
 from packgraph.models.layers.moe import Gate, MoEBlock
 from packgraph.models.layers.norm import RMSNorm
@@ -154,18 +154,10 @@ class DecoderStack(nn.Module):
         return {"loss": loss if rows is None else loss + rows.excess}
 
     def reset_parameters(self, seed: int) -> None:
-        """Normal matrices, norms of one, biases of zero; the same for a seed on every device.
-
-        Every matrix has a seed of its own, from its name: a pipeline stage gets the values of the whole decoder.
-        """
-        generator = torch.Generator()
+        """Normal matrices, norms of one, biases of zero; the same for a seed on every device (`models/initial.py`)."""
+        draw_normal(((name, parameter) for name, parameter in self.named_parameters()
+                     if parameter.dim() >= 2 and ".conv1d." not in name), seed, self.config.initializer_range)
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() < 2 or ".conv1d." in name:
-                    continue
-                generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-                fresh = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(fresh.normal_(0.0, self.config.initializer_range, generator=generator))
             for module in self.modules():
                 if isinstance(module, RMSNorm):
                     module.weight.fill_(1.0)
@@ -177,7 +169,7 @@ class DecoderStack(nn.Module):
                     module.bias.zero_()
             for name, module in self.named_modules():
                 if isinstance(module, MambaMixer):
-                    module.reset_parameters(generator.manual_seed(zlib.crc32(f"{seed} {name}".encode())))
+                    module.reset_parameters(generator_of(seed, name))
 
     def attention_choice(self, dtype: torch.dtype | None = None) -> BackendChoice:
         """The attention backend of calls made now, and why it is no faster one.

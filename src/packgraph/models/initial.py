@@ -1,0 +1,52 @@
+"""First values of matrices: normal, the same on every device and in every layout, drawn by all cores at once.
+
+    seed "0 layers.3.mlp.experts.down_proj 17"  ->  a generator of its own  ->  the matrix of expert 17 in float32
+
+Every matrix has a seed of its own, from its name, and so has every entry of a stack of matrices. So it does not matter
+which process draws it and when: a pipeline stage or a rank with some of the experts gets the values of the whole model,
+and threads may draw in any order. They draw on the host, because generators of devices give other values; a model of a
+billion parameters takes some seconds for each core that there is.
+"""
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+MOST_THREADS = 16  # each holds one matrix of float32 numbers
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """The generator of what has this name, on the host."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+
+
+def draw_normal(parameters: Iterable[tuple[str, Tensor]], seed: int, scale: float) -> None:
+    """Fill matrices [I, J], and stacks of them [E, I, J], with normal values of mean 0 and deviation `scale`.
+
+    parameters: their names and themselves, on any device, in any dtype.
+    """
+    def draw(entry: tuple[str, Tensor]) -> None:
+        name, matrix = entry
+        fresh = torch.empty(matrix.shape, dtype=torch.float32, device="cpu")
+        matrix.copy_(fresh.normal_(0.0, scale, generator=generator_of(seed, name)))
+
+    with ThreadPoolExecutor(min(MOST_THREADS, _cores())) as threads:
+        for _ in threads.map(draw, _matrices(parameters)):
+            pass  # errors are raised here
+
+
+def _matrices(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in parameters:
+        values = parameter.detach()  # whether gradients are on is known to the calling thread alone
+        if values.dim() < 3:
+            yield name, values
+        else:
+            yield from ((f"{name} {place}", entry) for place, entry in enumerate(values.unbind(0)))
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
