@@ -255,20 +255,26 @@ class _ContextBench:
                        "host_ms": 1000 * max(host for _, host in every)}, step.tokens)
 
     def _largest_alone(self, contest: Contest) -> None:
-        """What the bank of a way takes over a bank of its largest bucket alone; not compiled, which takes minutes.
-        Collective."""
+        """What the bank of a way takes over a bank of one bucket: of the one that takes most, which is the fullest of
+        some size (rows on one rank have most heads there, rows on all have most tokens in a head). Not compiled, which
+        takes minutes. Collective."""
         for name in contest.running:
             pools = contest.extras[name].get("pool_bytes")
             if pools is None or "compile" in name or self._late():
                 continue
-            free_unused(self.device)
-            largest = self.buckets(name.partition("+")[0])[-1]
-            way = self._way(name, [largest])
-            if self.company.first_reason(way.build([sample_batch(largest)])) is None:
-                alone = max(self.company.gather(way.executor.pool_bytes()))
-                contest.extras[name] |= {"largest_pool_bytes": alone,
-                                         "pool_ratio": round(max(pools) / alone, 4) if alone else None}
-            way.close()
+            fullest = {bucket.tokens: bucket for bucket in self.buckets(name.partition("+")[0])}
+            alone = max(self._pool_alone(name, bucket) for bucket in fullest.values())
+            if alone:
+                contest.extras[name] |= {"largest_pool_bytes": alone, "pool_ratio": round(max(pools) / alone, 4)}
+
+    def _pool_alone(self, name: str, bucket: Capacity) -> int:
+        """Bytes that a bank of one bucket takes on the rank where it takes most; 0 where it failed. Collective."""
+        free_unused(self.device)
+        way = self._way(name, [bucket])
+        failed = self.company.first_reason(way.build([sample_batch(bucket)])) is not None
+        taken = 0 if failed else max(self.company.gather(way.executor.pool_bytes()))
+        way.close()
+        return taken
 
     def _row(self, contest: Contest, name: str) -> Row:
         options, steps = self.options, self.steps
