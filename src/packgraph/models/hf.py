@@ -9,7 +9,7 @@ holds a whole checkpoint.
 """
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 MAX_NAMED = 5  # tensors named in one error message
 
 
@@ -48,15 +49,32 @@ def load_pretrained(
     places: none is in memory twice but the one on its way.
     """
     folder = Path(path)
-    description = read_json(folder / CONFIG)
-    try:
-        config = config_from_json(description)
-        dtype = stored_dtype(description) if dtype is None else dtype
-    except ValueError as error:
-        raise WeightsError(f"{folder / CONFIG}: {error}") from error
-    model = DecoderModel(config, device=device, dtype=dtype)
-    _fill(model, _tensor_files(folder), folder)
+    config, stored = pretrained_config(folder)
+    model = DecoderModel(config, device=device, dtype=stored if dtype is None else dtype)
+    fill_pretrained([model], folder)
     return model, config
+
+
+def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
+    """The config of the checkpoint folder `path` and the dtype that it names, else float32. Errors as in
+    `load_pretrained`."""
+    file = Path(path) / CONFIG
+    description = read_json(file)
+    try:
+        return config_from_json(description), stored_dtype(description)
+    except ValueError as error:
+        raise WeightsError(f"{file}: {error}") from error
+
+
+@torch.no_grad()
+def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
+    """Copy the weights of the checkpoint folder `path` into `models`, a whole decoder of that config or pipeline
+    stages of it, on any device and in any dtype.
+
+    One stored tensor is in memory at a time. A checkpoint must be whole, whatever part of it is here. Errors as in
+    `load_pretrained`.
+    """
+    _fill(models, _tensor_files(Path(path)), Path(path))
 
 
 def save_pretrained(model: DecoderModel, path: str | Path, *, max_shard_bytes: int | None = None) -> None:
@@ -128,19 +146,22 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _fill(model: DecoderModel, files: Mapping[str, Path], folder: Path) -> None:
-    """Copy every stored tensor into its parameter; refuse missing, unexpected and mis-shaped ones."""
-    family = family_of(model.config)
+def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Path) -> None:
+    """Copy every stored tensor into its parameters; refuse missing, unexpected and mis-shaped ones."""
+    config = models[0].config
+    family = family_of(config)
     prefix = next((prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in files)), None)
-    targets, embedding = stored_tensors(model, prefix), family.tensor_name(EMBEDDING, prefix)
-    missing = [name for name in targets if name not in files]
+    embedding = family.tensor_name(EMBEDDING, prefix)
+    whole = stored_tensors(DecoderModel(config, device="meta"), prefix)
+    missing = [name for name in whole if name not in files]
     if missing:
         raise WeightsError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
-    if model.config.tie_embeddings and HEAD in files:  # some checkpoints store the tied matrix twice
-        targets = {**targets, HEAD: torch.empty_like(targets[embedding])}
-    unexpected = [f"{name} in {file.name}" for name, file in files.items() if name not in targets]
+    twice = config.tie_embeddings and HEAD in files  # some checkpoints store the tied matrix twice
+    unexpected = [f"{name} in {file.name}" for name, file in files.items()
+                  if name not in whole and not (twice and name == HEAD)]
     if unexpected:
         raise WeightsError(f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for.")
+    targets = [stored_tensors(model, prefix) for model in models]
     for file in sorted(set(files.values())):
         names = [name for name, where in files.items() if where == file]
         with _open(file) as stored:
@@ -148,19 +169,30 @@ def _fill(model: DecoderModel, files: Mapping[str, Path], folder: Path) -> None:
             if absent:
                 raise WeightsError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
             for name in names:
-                _copy(stored.get_tensor(name), targets[name], name, file)
-    if model.config.tie_embeddings and HEAD in files and not torch.equal(targets[HEAD], targets[embedding]):
+                asked = whole[embedding if twice and name == HEAD else name]
+                _copy(stored, [tensors[name] for tensors in targets if name in tensors], asked, name, file)
+    if twice and not torch.equal(_read(files, HEAD), _read(files, embedding)):
         raise WeightsError(f"{files[HEAD]}: {HEAD} differs from {embedding}, but {CONFIG} ties the two. "
                               "Set tie_word_embeddings to false there, or drop the tensor.")
 
 
-def _copy(stored: Tensor, target: Tensor, name: str, file: Path) -> None:
-    if stored.shape != target.shape:
-        raise WeightsError(f"{file}: {name} has shape {list(stored.shape)}, {CONFIG} asks for "
-                              f"{list(target.shape)}.")
-    if not stored.is_floating_point():
-        raise WeightsError(f"{file}: {name} is {stored.dtype}; only floating-point weights are supported.")
-    target.copy_(stored)
+def _read(files: Mapping[str, Path], name: str) -> Tensor:
+    with _open(files[name]) as stored:
+        tensor: Tensor = stored.get_tensor(name)
+    return tensor
+
+
+def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file: Path) -> None:
+    """One tensor of an open file into all that it is for, which may be none here; `asked` has the shape that fits."""
+    part = stored.get_slice(name)
+    if part.get_shape() != list(asked.shape):
+        raise WeightsError(f"{file}: {name} has shape {part.get_shape()}, {CONFIG} asks for {list(asked.shape)}.")
+    if part.get_dtype() not in FLOATS:
+        raise WeightsError(f"{file}: {name} is {part.get_dtype()}; only floating-point weights are supported.")
+    if targets:
+        tensor = stored.get_tensor(name)
+        for target in targets:
+            target.copy_(tensor)
 
 
 @contextmanager

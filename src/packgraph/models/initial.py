@@ -41,6 +41,8 @@ def draw_normal(parameters: Iterable[tuple[str, Tensor]], seed: int, scale: floa
 def _matrices(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in parameters:
         values = parameter.detach()  # whether gradients are on is known to the calling thread alone
+        if values.is_meta:
+            continue  # a model that is asked for its names and shapes
         if values.dim() < 3:
             yield name, values
         else:

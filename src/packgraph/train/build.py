@@ -89,10 +89,10 @@ def _make_executor(model: ModelChunks, config: TrainConfig, device: torch.device
 
 
 def _build(config: TrainConfig, device: torch.device, stages: Sequence[int], of: int) -> list[DecoderModel]:
-    """Drawn or loaded on the CPU, so that weights do not depend on the device."""
-    models = [DecoderModel(config.model, seed=config.run.seed, device="cpu", stage=stage, stages=of,
-                           tokens=stage_tokens(config)) for stage in stages]
+    """Made where they will be, in the dtype of the run; values come from the host matrix by matrix, so that they do not
+    depend on the device and the host needs no room for a model."""
+    models = [DecoderModel(config.model, seed=config.run.seed, device=device, dtype=getattr(torch, config.run.dtype),
+                           stage=stage, stages=of, tokens=stage_tokens(config)) for stage in stages]
     if config.run.init_from is not None and not config.run.resume:
         load_weights(models, config.run.init_from)
-    dtype = getattr(torch, config.run.dtype)
-    return [model.to(device=device, dtype=dtype).train() for model in models]
+    return [model.train() for model in models]

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.models.hf import CONFIG, WeightsError, load_pretrained, read_json, save_pretrained
+from packgraph.models.hf import CONFIG, WeightsError, fill_pretrained, pretrained_config, read_json, save_pretrained
 from packgraph.models.hf_config import config_from_json, shape_values
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
 from packgraph.train.checkpoint_reader import CheckpointError
@@ -51,16 +51,15 @@ def shape_layer(path: str) -> Layer:
 def load_weights(models: Sequence[DecoderModel], path: str) -> None:
     """Copy the weights in the folder `path` into `models`: a whole decoder, or pipeline stages with their parts of it.
 
-    Raises WeightsError naming every value in which the shapes differ, and what `load_pretrained` refuses.
+    Raises WeightsError naming every value in which the shapes differ, and what `fill_pretrained` refuses.
     """
+    folder = Path(path).expanduser()
     with _one_error():
-        loaded, found = load_pretrained(Path(path).expanduser(), device="cpu", dtype=torch.float32)
-    differing = _differences(found, models[0].config)
-    if differing:
-        raise WeightsError(f"{path}: these weights are of another shape than the run: {'; '.join(differing)}")
-    values = loaded.state_dict()
-    for model in models:
-        model.load_state_dict({name: values[name] for name in model.state_dict()})
+        found, _ = pretrained_config(folder)
+        differing = _differences(found, models[0].config)
+        if differing:
+            raise WeightsError(f"{path}: these weights are of another shape than the run: {'; '.join(differing)}")
+        fill_pretrained(models, folder)
 
 
 def export(run: Path, folder: Path) -> Path:
