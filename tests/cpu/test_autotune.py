@@ -1,6 +1,10 @@
-"""Timing graphs against eager in real steps: no number changes, and the faster way stays."""
+"""Timing graphs against eager in real steps: no number changes, and the faster way stays.
+
+Where a test asks which way was chosen, it tells the times (`Hands`): what else the machine does is none of its matter.
+"""
 import dataclasses
-import time
+import itertools
+import random
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import single_process
 from packgraph.plan.choice import EAGER, REPLAY, SAMPLES, Choice, Timing
 from packgraph.train import autotune
-from packgraph.train.autotune import FASTER, TIMED, Autotune, Clock
+from packgraph.train.autotune import ATTEMPTS, FASTER, TIMED, Autotune, Clock
 from packgraph.train.build import build_model
 from packgraph.train.config_values import render
 from packgraph.train.executor import Executor, sample_batch
@@ -24,28 +28,87 @@ from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import GraphConfig
 from packgraph.train.signals import StopRequest
 
-STEPS = 40
+# Two of warm-up, five timed each way, and some after the choice; every step times all buckets.
+STEPS, ALL_ATTEMPTS = 2 + 2 * SAMPLES + 4, 2 + 2 * SAMPLES * ATTEMPTS + 2
+TOKENS = 108
 NAMES = [render(capacity) for capacity in CAPACITIES]
 WAYS = [{}, {"granularity": "chunk"}, {"granularity": "step"}, {"granularity": "step", "optimizer": True}]
 
 
 def config(steps: int = STEPS, *, enabled: bool = True, **graph):
-    made = tiny(graph=enabled, steps=steps, checkpoint_every=1000)
+    made = tiny(graph=enabled, steps=steps, checkpoint_every=1000, tokens_per_step=TOKENS)
     return dataclasses.replace(made, graph=dataclasses.replace(made.graph, **({"autotune": True} | graph)))
 
 
-class AlikePacks(RandomPacks):
-    """Packs of one capacity: graphs of whole steps differ in the number of microbatches only."""
+class EachPacks(RandomPacks):
+    """Packs of each capacity by turns, those of a step of `TOKENS` tokens once."""
 
     def __next__(self) -> PackedBatch:
-        batch = super().__next__()
-        return PackedBatch.build([document.tolist() for document in batch.tokens[:batch.num_tokens].split(
-            batch.lengths)], CAPACITIES[-1])
+        return self.filled(self.position % 3, (14, 30, 64)[self.position % 3])
+
+    def filled(self, capacity: int, tokens: int) -> PackedBatch:
+        """The next pack: two documents of random tokens, `tokens` together."""
+        draw = random.Random(self.position)
+        self.position += 1
+        drawn = [draw.randrange(32) for _ in range(tokens)]
+        return PackedBatch.build([drawn[:5], drawn[5:]], CAPACITIES[capacity])
 
 
-def train(folder, settings):
-    """State at the end, loss and norm of every step, the summary, what was noted, the stats."""
-    run = trainer(folder, settings, AlikePacks() if settings.graph.granularity == "step" else RandomPacks())
+class AlikePacks(EachPacks):
+    """Packs of one capacity: graphs of whole steps differ in the number of microbatches only, which is 2, 2, 3, ...
+
+    So the first that is captured is the larger one, which a smaller one leaves room for.
+    """
+
+    def __next__(self) -> PackedBatch:
+        return self.filled(2, (54, 54, 54, 54, 36, 36, 36)[self.position % 7])
+
+
+class Hands:
+    """The hands of a clock, which go on only when a run does something that the test says takes time.
+
+    eager, replay: milliseconds of a microbatch by its capacity.
+    """
+
+    def __init__(self, monkeypatch, eager, replay) -> None:
+        self.seconds = 0.0
+        claim, step = GraphedModule.claim, GraphedStep.__call__
+
+        def claiming(module, args, kwargs):
+            result = claim(module, args, kwargs)
+            took = replay if isinstance(result, Claim) else eager
+            self.seconds += took(args[0].capacity) / 1000
+            return result
+
+        def stepping(whole, tokens_in_step, *batches):
+            self.seconds += sum(replay(batch.capacity) for batch in batches) / 1000
+            return step(whole, tokens_in_step, *batches)
+
+        monkeypatch.setattr(GraphedModule, "claim", claiming)
+        monkeypatch.setattr(GraphedStep, "__call__", stepping)
+
+    def read(self) -> float:
+        return self.seconds
+
+
+def always(milliseconds):
+    return lambda capacity: milliseconds
+
+
+def noisy(milliseconds):
+    """Around `milliseconds`, by up to 3 ms: any five times in a row of one capacity have that median."""
+    offsets = {capacity: itertools.cycle((0, 3, -3, 2, -2)) for capacity in CAPACITIES}
+    return lambda capacity: milliseconds + next(offsets[capacity])
+
+
+def train(folder, settings, hands=None):
+    """State at the end, loss and norm of every step, the summary, what was noted, the stats.
+
+    hands: of the clock that ways are timed by; None = the real one.
+    """
+    run = trainer(folder, settings, AlikePacks() if settings.graph.granularity == "step" else EachPacks())
+    if hands is not None:
+        run.executor.autotune.clock = Clock(CPU, hands.read)
     summary = run.run(StopRequest())
     state = state_of(run)
     log = (folder.parent / "log").read_text()
@@ -54,97 +117,98 @@ def train(folder, settings):
     return state, [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)], summary, log, stats
 
 
+@pytest.fixture(scope="module")
+def untimed(tmp_path_factory):
+    """What `train` gives without timing, once for all tests that compare with it; enabled=False: without graphs."""
+    runs = {}
+
+    def found(**options):
+        key = tuple(sorted(options.items()))
+        if key not in runs:
+            runs[key] = train(tmp_path_factory.mktemp("untimed") / "run", config(autotune=False, **options))
+        return runs[key]
+
+    return found
+
+
 def assert_equal(left, right):
     assert left[1] == right[1]
     assert not [name for name, value in left[0].items() if not torch.equal(value, right[0][name])]
 
 
-def slow_replays(monkeypatch, only=None, seconds=0.02):
-    """Make replays of the batches with capacity `only` (None = all) slower than eager."""
-    claim = GraphedModule.claim
-
-    def slow(self, args, kwargs):
-        result = claim(self, args, kwargs)
-        if isinstance(result, Claim) and (only is None or args[0].capacity == only):
-            time.sleep(seconds)
-        return result
-
-    monkeypatch.setattr(GraphedModule, "claim", slow)
-
-
-def slow_eager(monkeypatch, seconds=0.02):
-    fall_back = GraphedModule.fall_back
-
-    def slow(self, reason, args, kwargs):
-        time.sleep(seconds)
-        return fall_back(self, reason, args, kwargs)
-
-    monkeypatch.setattr(GraphedModule, "fall_back", slow)
-
-
 @pytest.mark.parametrize("ways", WAYS, ids=str)
-def test_timing_changes_no_number(ways, tmp_path):
+def test_timing_changes_no_number(ways, untimed, tmp_path):
+    """By the real clock, whichever way is the faster one."""
     tuned = train(tmp_path / "tuned", config(**ways))
     assert tuned[2]["fallbacks"][TIMED] > 0 and tuned[2]["replayed"] > 0
-    assert_equal(tuned, train(tmp_path / "plain", config(autotune=False, **ways)))
-    assert_equal(tuned, train(tmp_path / "eager", config(enabled=False, **ways)))
+    assert all(choice["eager_ms"] > 0 and choice["replay_ms"] > 0 for choice in tuned[2]["choices"].values())
+    assert_equal(tuned, untimed(**ways))
+    assert_equal(tuned, untimed(enabled=False, granularity="step" if "step" in ways.values() else "layer"))
 
 
-def test_eager_is_kept_where_replay_is_slower_and_the_graphs_are_freed(tmp_path, monkeypatch):
-    slow_replays(monkeypatch)
+def test_eager_is_kept_where_replay_is_slower_and_the_graphs_are_freed(untimed, tmp_path, monkeypatch):
     freed = []
     drop = Slots.drop
     monkeypatch.setattr(Slots, "drop", lambda self, key: freed.append(drop(self, key)) or freed[-1])
-    run = train(tmp_path / "tuned", config())
+    run = train(tmp_path / "tuned", config(), Hands(monkeypatch, always(10), always(20)))
     choices = run[2]["choices"]
     assert choices == run[4].choices
     assert list(choices) == NAMES
     for choice in choices.values():
-        assert choice["way"] == "eager" and choice["decided"] and choice["gain"] > 1
-        assert choice["replay_ms"] > choice["eager_ms"] > 0
-        assert min(choice["eager_samples"], choice["replay_samples"]) >= SAMPLES
+        assert choice["way"] == "eager" and choice["decided"] and choice["gain"] == pytest.approx(2)
+        assert choice["replay_ms"] == pytest.approx(20) and choice["eager_ms"] == pytest.approx(10)
+        assert choice["eager_samples"] == choice["replay_samples"] == SAMPLES
     assert freed == [1, 1, 1] and run[2]["pool_bytes"] == 0
     assert run[2]["fallbacks"][FASTER] > 0
     assert all(f"{name}: runs eagerly from here on, which is faster" in run[3] for name in NAMES)
-    assert_equal(run, train(tmp_path / "eager", config(enabled=False)))
+    assert_equal(run, untimed(enabled=False))
 
 
-def test_only_the_bucket_that_is_slower_runs_eagerly(tmp_path, monkeypatch):
-    slow_eager(monkeypatch)
-    slow_replays(monkeypatch, CAPACITIES[1], 0.06)
-    captured = train(tmp_path / "plain", config(10, autotune=False))[2]["captured"]
-    run = train(tmp_path / "tuned", config())
+def test_only_the_bucket_that_is_slower_runs_eagerly(untimed, tmp_path, monkeypatch):
+    hands = Hands(monkeypatch, always(20), lambda capacity: 60 if capacity == CAPACITIES[1] else 5)
+    run = train(tmp_path / "tuned", config(), hands)
     assert [run[2]["choices"][name]["way"] for name in NAMES] == ["replay", "eager", "replay"]
-    assert run[2]["captured"] == captured, "giving up one bucket's graphs must not cost the others theirs"
+    assert [round(run[2]["choices"][name]["gain"], 6) for name in NAMES] == [4, 3, 4]
+    assert run[2]["captured"] == untimed()[2]["captured"], \
+        "giving up one bucket's graphs must not cost the others theirs"
     assert run[2]["pool_bytes"] > 0 and run[2]["fallbacks"][FASTER] > 0
-    assert_equal(run, train(tmp_path / "eager", config(enabled=False)))
+    assert_equal(run, untimed(enabled=False))
 
 
 def test_replay_is_kept_where_eager_is_slower(tmp_path, monkeypatch):
-    slow_eager(monkeypatch)
-    summary = train(tmp_path / "tuned", config())[2]
+    summary = train(tmp_path / "tuned", config(), Hands(monkeypatch, always(20), always(10)))[2]
     assert {choice["way"] for choice in summary["choices"].values()} == {"replay"}
-    assert all(choice["decided"] for choice in summary["choices"].values())
+    assert all(choice["decided"] and choice["gain"] == pytest.approx(2) for choice in summary["choices"].values())
     assert FASTER not in summary["fallbacks"] and summary["autotune"] == "ms per microbatch"
     rows = read_metrics(tmp_path / "tuned" / METRICS)
     last = max(row["step"] for row in rows if row["starting"])
     assert last < STEPS and rows[last - 1]["fallbacks"] == rows[-1]["fallbacks"], "the timing comes to an end"
 
 
+def test_what_is_lost_in_noise_is_timed_again_and_then_left_to_replay(tmp_path, monkeypatch):
+    hands = Hands(monkeypatch, noisy(10), noisy(10.7))
+    summary = train(tmp_path / "tuned", config(ALL_ATTEMPTS), hands)[2]
+    for choice in summary["choices"].values():
+        assert choice["decided"] and choice["way"] == "replay"
+        assert choice["eager_samples"] == choice["replay_samples"] == SAMPLES * ATTEMPTS
+        assert choice["replay_ms"] == pytest.approx(10.7) and choice["eager_ms"] == pytest.approx(10)
+    assert FASTER not in summary["fallbacks"]
+
+
+def test_noise_does_not_hide_what_is_clearly_slower(tmp_path, monkeypatch):
+    summary = train(tmp_path / "tuned", config(), Hands(monkeypatch, noisy(10), noisy(40)))[2]
+    for choice in summary["choices"].values():
+        assert choice["way"] == "eager" and choice["replay_samples"] == SAMPLES
+
+
 @pytest.mark.parametrize("ways", WAYS[2:], ids=str)
-def test_whole_steps_are_given_up_as_one(ways, tmp_path, monkeypatch):
-    call = GraphedStep.__call__
-
-    def slow(self, *args):
-        time.sleep(0.1)
-        return call(self, *args)
-
-    monkeypatch.setattr(GraphedStep, "__call__", slow)
-    slow_replays(monkeypatch, seconds=0.1)  # steps that are not in the bank run by chunks
-    run = train(tmp_path / "tuned", config(**ways))
+def test_whole_steps_are_given_up_as_one(ways, untimed, tmp_path, monkeypatch):
+    run = train(tmp_path / "tuned", config(**ways), Hands(monkeypatch, always(16), always(32)))
     (choice,) = run[2]["choices"].values()
     assert choice["way"] == "eager" and run[2]["pool_bytes"] == 0 and run[2]["autotune"] == "ms per 1,000 places"
-    assert_equal(run, train(tmp_path / "eager", config(enabled=False, **ways)))
+    places = CAPACITIES[-1].tokens / 1000
+    assert choice["eager_ms"] == pytest.approx(16 / places) and choice["replay_ms"] == pytest.approx(32 / places)
+    assert_equal(run, untimed(enabled=False, granularity="step"))
 
 
 def test_the_device_is_waited_for_between_steps_only(tmp_path, monkeypatch):
@@ -174,8 +238,7 @@ def test_a_timed_step_goes_one_way_as_a_whole(tmp_path, monkeypatch):
         return reason(self, bucket)
 
     monkeypatch.setattr(Autotune, "_reason", noted)
-    slow_eager(monkeypatch)
-    train(tmp_path / "tuned", config())
+    train(tmp_path / "tuned", config(), Hands(monkeypatch, always(20), always(10)))
     timed = [set(reasons) for counts, *reasons in steps if counts]
     assert {TIMED} in timed and {None} in timed and all(len(reasons) == 1 for reasons in timed)
     assert all(set(reasons) <= {None} for counts, *reasons in steps if not counts)
@@ -200,7 +263,7 @@ def test_graphs_of_a_slot_in_flight_are_not_given_up():
 
 def test_without_room_for_eager_steps_graphs_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "free_bytes", lambda device: 0)
-    run = train(tmp_path / "tuned", config(12))
+    run = train(tmp_path / "tuned", config(4))
     assert TIMED not in run[2]["fallbacks"] and run[2]["autotune"].startswith("off: an eager step beside the graphs")
     assert "replay is not timed against eager" in run[3]
 
@@ -208,7 +271,7 @@ def test_without_room_for_eager_steps_graphs_stay(tmp_path, monkeypatch):
 def test_a_bucket_that_is_captured_again_each_time_is_not_judged(tmp_path, monkeypatch):
     changes = iter(range(10**6))
     monkeypatch.setattr(Executor, "changes", lambda self: (next(changes), 0))
-    run = train(tmp_path / "tuned", config(120))
+    run = train(tmp_path / "tuned", config(ALL_ATTEMPTS))
     assert all(choice["decided"] and choice["way"] == "replay" and choice["eager_ms"] is None
                for choice in run[2]["choices"].values())
     assert "could not be timed against eager" in run[3]
@@ -220,22 +283,22 @@ def test_eager_is_the_default_on_no_cpu():
 
 
 def test_a_run_without_tuning_says_nothing_of_it(tmp_path):
-    assert "choices" not in train(tmp_path / "plain", config(4, autotune="auto"))[2]
+    assert "choices" not in train(tmp_path / "plain", config(3, autotune="auto"))[2]
 
 
 def test_verify_times_nothing():
     """What is compared must be replayed."""
-    report = verify("tuned", config(8), RandomPacks(), CPU)
+    report = verify("tuned", config(5), EachPacks(), CPU)
     assert report.good and set(report.fallbacks) == {"warm-up"}
 
 
-def test_a_capacity_over_the_memory_budget_is_not_timed(tmp_path):
-    plain = train(tmp_path / "plain", config(6, autotune=False))
-    budget = f"{(plain[2]['memory']['predicted_pool_bytes'] + sum(plain[2]['memory']['buffer_bytes'])) / 2**10 - 1}KiB"
-    run = train(tmp_path / "tuned", config(memory_budget=budget))
+def test_a_capacity_over_the_memory_budget_is_not_timed(untimed, tmp_path, monkeypatch):
+    memory = untimed()[2]["memory"]
+    budget = f"{(memory['predicted_pool_bytes'] + sum(memory['buffer_bytes'])) / 2**10 - 1}KiB"
+    run = train(tmp_path / "tuned", config(memory_budget=budget), Hands(monkeypatch, always(20), always(10)))
     assert run[2]["memory"]["dropped"] == NAMES[2:] and run[2]["fallbacks"]["over the memory budget"] > 0
     assert list(run[2]["choices"]) == NAMES[:2] and all(choice["decided"] for choice in run[2]["choices"].values())
-    assert_equal(run, train(tmp_path / "eager", config(enabled=False)))
+    assert_equal(run, untimed(enabled=False))
 
 
 def test_after_a_rebuild_there_are_no_graphs_of_what_runs_eagerly(tmp_path):

@@ -67,10 +67,13 @@ class Graphs(Protocol):
 
 
 class Clock:
-    """Marks points in the work of a device; the laps between them are read later."""
+    """Marks points in the work of a device; the laps between them are read later.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    now: seconds of the host, which are what is marked where there are no events; tests tell times of their own.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._now = device, now
         self._marks: list[Any] = []
 
     def mark(self) -> None:
@@ -80,7 +83,7 @@ class Clock:
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:
-            self._marks.append(time.perf_counter())
+            self._marks.append(self._now())
 
     def wait(self) -> None:
         """Wait until the device is idle."""
@@ -110,7 +113,8 @@ class Autotune:
     def __init__(self, graphs: Graphs, mesh: Mesh, device: torch.device, *, whole_steps: bool,
                  sharing: Sharing | None = None) -> None:
         """whole_steps: time steps instead of microbatches, where several of them are on their way at once or one graph
-        holds them all; there is one choice then. sharing: who runs which packs, default: replicas."""
+        holds them all; there is one choice then. sharing: who runs which packs, default: replicas. `clock` may be
+        replaced before the first step."""
         self.whole_steps, self.off = whole_steps, ""
         self.choices: dict[Bucket, Choice] = {}
         self._graphs, self._mesh, self._device = graphs, mesh, device
@@ -121,7 +125,7 @@ class Autotune:
         self._way: Way | None = None
         self._attempts: Counter[Bucket] = Counter()
         self._samples: dict[tuple[Bucket, Way], list[float]] = {}
-        self._clock = Clock(device)
+        self.clock = Clock(device)
         self._timed: list[tuple[Bucket, float, bool]] = []
         self._knows_room = False
         self._captures = 0  # at the last mark
@@ -147,7 +151,7 @@ class Autotune:
         self._way = way
         if way is not None:
             self._turns = self._turns.after(shares, way)
-            self._clock.wait()
+            self.clock.wait()
         return way is not None
 
     def give_up_slower(self) -> None:
@@ -203,11 +207,11 @@ class Autotune:
                 yield
                 return
             if not self._timed:
-                self._clock.mark()
+                self.clock.mark()
                 self._captures = self._graphs.changes()[0]
             fallbacks = self._graphs.changes()[1]
             yield
-            self._clock.mark()
+            self.clock.mark()
             captures_after, fallbacks_after = self._graphs.changes()
             as_meant = self._way == EAGER or fallbacks == fallbacks_after
             # Since the mark before: captures between two microbatches are part of the lap.
@@ -238,8 +242,8 @@ class Autotune:
     def _read_laps(self) -> None:
         if self._way is None:
             return
-        self._clock.wait()
-        for (bucket, size, good), lap in zip(self._timed, self._clock.take_laps(), strict=True):
+        self.clock.wait()
+        for (bucket, size, good), lap in zip(self._timed, self.clock.take_laps(), strict=True):
             if good:
                 self._samples.setdefault((bucket, self._way), []).append(lap / size)
         self._timed = []
