@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.hf import WeightsError, load_pretrained, save_pretrained
+from packgraph.models.hf import WeightsError, fill_pretrained, load_pretrained, save_pretrained
 from packgraph.models.hf_config import config_from_json, config_to_json
 from packgraph.models.hf_experts import split_experts
 from packgraph.models.latent_config import LatentConfig, RopeScaling
+from packgraph.parallel.pieces import expert_part
 from packgraph.train.config import read_config
 from packgraph.train.presets import preset
 from packgraph.train.weights import shape_layer
@@ -51,6 +52,34 @@ SHAPES = {
 ])
 def test_logits_and_gradients_equal_those_of_transformers(shape, lengths, rows, implementation, tmp_path):
     compare_with_transformers(randomised(SHAPES[shape], seed=len(lengths)), tmp_path, lengths, rows, implementation)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rank_has_room_for_its_experts_alone(shape, tmp_path):
+    """Fresh values and those of a checkpoint are the ones that these experts have in the whole."""
+    whole = randomised(SHAPES[shape], seed=1)
+    save_pretrained(whole, tmp_path)
+    count = whole.config.experts.count
+    mine = range(count // 2, count)
+    fresh, part = DecoderModel(whole.config, seed=3), DecoderModel(whole.config, seed=3, experts=mine)
+    assert differing(part, fresh, mine) == []
+    fill_pretrained([part], tmp_path)
+    assert differing(part, whole, mine) == []
+    assert differing(part, fresh, mine) != []
+
+
+def differing(part, whole, mine):
+    """Names of parameters that are not what the whole has, of stacks what it has for these experts."""
+    values, stacks = whole.state_dict(), 0
+    wrong = []
+    for name, parameter in part.named_parameters():
+        found = expert_part(parameter)
+        stacks += found is not None
+        assert found is None or (found.shape == values[name].shape and len(parameter) == len(mine))
+        if not torch.equal(parameter, values[name] if found is None else values[name][mine.start : mine.stop]):
+            wrong.append(name)
+    assert stacks
+    return wrong
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -9,10 +9,10 @@ from dispatchkit import H, Layer
 from distkit import run_ranks
 from torch import nn
 
-from packgraph.moe.dispatch.dispatcher import LocalDispatcher
 from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe.dispatch.dispatcher import LocalDispatcher
 from packgraph.parallel.collect import collect
-from packgraph.parallel.expert import split_experts
+from packgraph.parallel.expert import keep_experts, split_experts
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pieces import Pieces, stored
 from packgraph.train.checkpoint import load_tensors, save_checkpoint
@@ -153,6 +153,13 @@ def split_twice(mesh):
 @pytest.mark.dist
 def test_experts_are_split_once():
     assert all(run_ranks(split_twice, 2, layout=Layout(ep=2)))
+
+
+def test_experts_that_are_here_are_those_of_the_dispatcher():
+    model = Net()
+    keep_experts(model, range(2, 4))
+    with pytest.raises(ValueError, match="has 2 of 8 experts, from 2 on; its dispatcher 8, from 0 on"):
+        split_experts(model, single_process(), partial(make_dispatcher, "padded", factor=2.0))
 
 
 def test_every_parameter_of_experts_is_a_stack():

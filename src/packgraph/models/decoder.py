@@ -7,6 +7,8 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.sizes import head_cost, layer_cost
 from packgraph.models.stack import DecoderStack
+from packgraph.parallel.expert import keep_experts
+from packgraph.parallel.pieces import expert_part, mark_experts
 from packgraph.plan.chunks import split_layers
 from packgraph.plan.stages import Stage
 
@@ -20,6 +22,7 @@ class DecoderModel(DecoderStack):
 
     stage, stages: which part of the decoder this is when it is cut into that many pipeline stages; a part has the
     names and the fresh values that its parameters have in the whole. tokens: for which it is cut, see `stage_layers`.
+    experts: those of every layer that have memory here, default all; `split_experts` must follow with the same.
     seed: of the fresh parameters; torch's own generators are not touched. device: torch's default one when
     None. dtype: of the parameters, default float32.
     """
@@ -34,13 +37,20 @@ class DecoderModel(DecoderStack):
         stage: int = 0,
         stages: int = 1,
         tokens: int = TOKENS,
+        experts: range | None = None,
     ) -> None:
         target = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):  # torch's own initialisation would draw from the global generator
             indices = stage_layers(config, stages, tokens)[stage]
             layers = {index: DecoderLayer(config, index) for index in indices}
             super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
+            if experts is not None:
+                keep_experts(self, experts)
+        parts = [(name, expert_part(parameter)) for name, parameter in self.named_parameters()]
         self.to(dtype).to_empty(device=target)
+        for name, part in parts:
+            if part is not None:
+                mark_experts(self.get_parameter(name), part)
         self.reset_parameters(seed)
 
 

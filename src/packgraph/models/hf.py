@@ -24,6 +24,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 from packgraph.models.hf_experts import split_experts
 from packgraph.models.hf_families import family_of
+from packgraph.parallel.pieces import expert_part
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -69,7 +70,7 @@ def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
 @torch.no_grad()
 def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
     """Copy the weights of the checkpoint folder `path` into `models`, a whole decoder of that config or pipeline
-    stages of it, on any device and in any dtype.
+    stages of it, with all experts or some, on any device and in any dtype.
 
     One stored tensor is in memory at a time. A checkpoint must be whole, whatever part of it is here. Errors as in
     `load_pretrained`.
@@ -208,7 +209,10 @@ def stored_tensors(model: DecoderModel, prefix: str | None = None) -> dict[str, 
     """The live tensors of `model` as a checkpoint names them; prefix: what names begin with there, None as they are
     written here."""
     family = family_of(model.config)
-    return split_experts({family.tensor_name(name, prefix): tensor for name, tensor in model.state_dict().items()})
+    parts = [(name, expert_part(parameter)) for name, parameter in model.named_parameters()]
+    first = {family.tensor_name(name, prefix): part.offsets[0] for name, part in parts if part is not None}
+    return split_experts({family.tensor_name(name, prefix): tensor for name, tensor in model.state_dict().items()},
+                         first)
 
 
 def _named(names: list[str]) -> str:

@@ -10,15 +10,17 @@ and writing them writes it, without a second set of experts in memory.
 """
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 
 _WHOLE = re.compile(r"(?P<prefix>(.*\.)?experts)\.(?P<part>gate_up_proj|up_proj|down_proj)")
 
 
-def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def split_experts(tensors: Mapping[str, Tensor], first: Mapping[str, int] = MappingProxyType({})) -> dict[str, Tensor]:
     """`tensors` with those of all experts of a layer replaced by views, one for each expert and matrix; order is kept.
 
+    first: which expert a tensor begins with, where that is not expert 0.
     Raises ValueError for such a tensor of another shape than above.
     """
     found: dict[str, Tensor] = {}
@@ -31,7 +33,7 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.dim() != 3 or (merged and tensor.shape[1] % 2):
             raise ValueError(f"{name} has shape {list(tensor.shape)}; experts are [E, 2I, H], "
                              "[E, I, H] or [E, H, I]")
-        for expert, matrix in enumerate(tensor.unbind(0)):
+        for expert, matrix in enumerate(tensor.unbind(0), start=first.get(name, 0)):
             parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2))) if merged else {match["part"]: matrix}
             found |= {f"{match['prefix']}.{expert}.{part}.weight": view for part, view in parts.items()}
     return found

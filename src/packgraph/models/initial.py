@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from packgraph.parallel.pieces import expert_part
+
 MOST_THREADS = 16  # each holds one matrix of float32 numbers
 
 
@@ -26,7 +28,7 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 def draw_normal(parameters: Iterable[tuple[str, Tensor]], seed: int, scale: float) -> None:
     """Fill matrices [I, J], and stacks of them [E, I, J], with normal values of mean 0 and deviation `scale`.
 
-    parameters: their names and themselves, on any device, in any dtype.
+    parameters: their names and themselves, on any device, in any dtype. Of a stack some entries may be here alone.
     """
     def draw(entry: tuple[str, Tensor]) -> None:
         name, matrix = entry
@@ -46,7 +48,9 @@ def _matrices(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
         if values.dim() < 3:
             yield name, values
         else:
-            yield from ((f"{name} {place}", entry) for place, entry in enumerate(values.unbind(0)))
+            part = expert_part(parameter)
+            first = 0 if part is None else part.offsets[0]
+            yield from ((f"{name} {place}", entry) for place, entry in enumerate(values.unbind(0), start=first))
 
 
 def _cores() -> int:

@@ -6,11 +6,11 @@
 The ranks of `ep` are replicas: they see different documents and hold copies of everything but experts. Parameters of
 experts are plain tensors that say which part of the whole stack they are: `parallel/data.py` reduces their gradients
 over the replicas of the same experts only (`edp`), and checkpoints store them in the stack's name and shape. The
-invariant: every rank made the same whole stacks and keeps an equal part of them in order, so weights do not depend on
-the layout.
+invariant: a rank has an equal part of the stacks, in order, with the values that it has in the whole, so weights do not
+depend on the layout.
 """
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,32 +33,51 @@ def split_experts(model: nn.Module, mesh: Mesh, make_dispatcher: Callable[[int, 
 
     A layer with experts is a module with the attributes `experts`, whose parameters are stacks [E, ...], and
     `dispatcher`. make_dispatcher: of the number of experts and the ranks that share them (None = this process has all),
-    called once per layer. Every rank must hold the same whole stacks; nothing is sent. Make the optimizer afterwards.
-    Returns the number of such layers. Raises ValueError for stacks of unequal length, and for experts that were split
-    before.
+    called once per layer. Every rank must hold the same whole stacks, or its own part of them since `keep_experts`;
+    nothing is sent. Make the optimizer afterwards. Returns the number of such layers. Raises ValueError for stacks of
+    unequal length, for another part than the dispatcher's, and for experts that were split before.
     """
-    layers = [(name, module) for name, module in model.named_modules()
-              if isinstance(getattr(module, "experts", None), nn.Module) and hasattr(module, "dispatcher")]
+    layers = _expert_layers(model)
     for name, layer in layers:
         stacks = dict(layer.experts.named_parameters())
-        counts = {stack.shape[0] for stack in stacks.values()}
-        if len(counts) != 1:
+        parts = {key: expert_part(stack) for key, stack in stacks.items()}
+        lengths = {key: stack.shape[0] if (part := parts[key]) is None else part.shape[0]
+                   for key, stack in stacks.items()}
+        if len({*lengths.values()}) != 1:
             raise ValueError(f"{name}.experts: every parameter must be a stack of the experts, but their lengths are "
-                             f"{ {key: stack.shape[0] for key, stack in stacks.items()} }")
-        if any(expert_part(stack) is not None for stack in stacks.values()):
+                             f"{lengths}")
+        count = next(iter(lengths.values()))
+        if layer.dispatcher.count != count:
             raise ValueError(f"{name}.experts: these experts were split before")
-        dispatcher = make_dispatcher(counts.pop(), mesh.group("ep"))
-        layer.dispatcher = dispatcher  # type: ignore[assignment]
-        if mesh.size("ep") > 1:
-            _keep(layer.experts, dispatcher.first, dispatcher.count)
+        dispatcher = make_dispatcher(count, mesh.group("ep"))
+        if mesh.size("ep") > 1 and not any(parts.values()):
+            _keep(layer.experts, range(dispatcher.first, dispatcher.first + dispatcher.count))
+        for key, stack in layer.experts.named_parameters():
+            part = expert_part(stack)
+            here, first = stack.shape[0], 0 if part is None else part.offsets[0]
+            if (here, first) != (dispatcher.count, dispatcher.first):
+                raise ValueError(f"{name}.experts.{key}: this rank has {here} of {count} experts, from {first} on; its "
+                                 f"dispatcher {dispatcher.count}, from {dispatcher.first} on")
+        layer.dispatcher = dispatcher
     return len(layers)
 
 
+def keep_experts(model: nn.Module, experts: range) -> None:
+    """Cut all stacks of `model` down to these experts, in place, before it has memory (device meta) or after."""
+    for _, layer in _expert_layers(model):
+        _keep(layer.experts, experts)
+
+
+def _expert_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in model.named_modules()
+            if isinstance(getattr(module, "experts", None), nn.Module) and hasattr(module, "dispatcher")]
+
+
 @torch.no_grad()
-def _keep(experts: nn.Module, first: int, count: int) -> None:
-    """Replace every stack by its entries from `first` on."""
+def _keep(experts: nn.Module, mine: range) -> None:
+    """Replace every stack by its entries `mine`."""
     for owner in experts.modules():
         for name, whole in list(owner.named_parameters(recurse=False)):
-            kept = nn.Parameter(whole[first : first + count].clone(), requires_grad=whole.requires_grad)
-            mark_experts(kept, ExpertPart(whole.shape, (first,) + (0,) * (whole.ndim - 1)))
+            kept = nn.Parameter(whole[mine.start : mine.stop].clone(), requires_grad=whole.requires_grad)
+            mark_experts(kept, ExpertPart(whole.shape, (mine.start,) + (0,) * (whole.ndim - 1)))
             setattr(owner, name, kept)

@@ -11,6 +11,7 @@ import torch
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import DecoderModel
 from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe.dispatch.sharing import Sharing
 from packgraph.parallel.context import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
@@ -26,7 +27,7 @@ from packgraph.train.offloading import make_offloading
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.overflow import Overflow
-from packgraph.train.sharing import Sharing
+from packgraph.train.sharing import Sharing as RowSharing
 from packgraph.train.stage_executor import StageExecutor
 from packgraph.train.stage_tokens import stage_tokens
 from packgraph.train.step_executor import StepExecutor
@@ -43,7 +44,10 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     """This rank's chunks of the model of a run, in training mode, spread over the ranks of `mesh`."""
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
-    models = _build(config, device, stages, ranks * chunks)
+    shared = config.model.experts.enabled and mesh.size("ep") > 1
+    sharing = Sharing.over(config.model.experts.count, mesh.group("ep")) if shared else None
+    mine = None if sharing is None else range(sharing.first, sharing.first + sharing.count)
+    models = _build(config, device, stages, ranks * chunks, mine)
     for model in models if mesh.size("tp") > 1 else ():
         parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
     for model in models if mesh.size("cp") > 1 else ():
@@ -76,7 +80,7 @@ def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device,
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
         executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor,
-                                     sharing=Sharing.of(mesh, rank_tokens(config)))
+                                     sharing=RowSharing.of(mesh, rank_tokens(config)))
     return executor
 
 
@@ -88,11 +92,12 @@ def _make_executor(model: ModelChunks, config: TrainConfig, device: torch.device
     return StageExecutor(model.chunks, config, device, mesh)
 
 
-def _build(config: TrainConfig, device: torch.device, stages: Sequence[int], of: int) -> list[DecoderModel]:
-    """Made where they will be, in the dtype of the run; values come from the host matrix by matrix, so that they do not
-    depend on the device and the host needs no room for a model."""
+def _build(config: TrainConfig, device: torch.device, stages: Sequence[int], of: int, experts: range | None = None
+           ) -> list[DecoderModel]:
+    """Made where they will be, in the dtype of the run, with these experts; values come from the host matrix by matrix,
+    so that they do not depend on the device and the host needs no room for a model."""
     models = [DecoderModel(config.model, seed=config.run.seed, device=device, dtype=getattr(torch, config.run.dtype),
-                           stage=stage, stages=of, tokens=stage_tokens(config)) for stage in stages]
+                           stage=stage, stages=of, tokens=stage_tokens(config), experts=experts) for stage in stages]
     if config.run.init_from is not None and not config.run.resume:
         load_weights(models, config.run.init_from)
     return [model.train() for model in models]
