@@ -113,12 +113,75 @@ def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(granularity,
     assert left and all(count == sum(place - offset < index <= place for index in moved) for place, count in left)
 
 
+def on_their_way(engine, lanes):
+    return sum(not copy.done for copy in engine._under_way.get(lanes, ()))
+
+
+def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch):
+    """At its own commit, where the plan gives its memory back, it is not even queued."""
+    commit, left = Offload._commit, []
+
+    def launching(self, now, group):
+        commit(self, now, group)
+        if self.plan is not None:
+            left.append(on_their_way(self, now.lanes))
+            self.lanes.launched()
+
+    monkeypatch.setattr(Offload, "_commit", launching)
+    found, engine, _ = train(config(), DENSE, counts=(1, 1), late=("out",), policy=given_back_at(0), postpones=True)
+    assert same(found, train(config(), counts=(1, 1))[0])
+    assert sum(engine.plan.moves) > 1 and left and set(left) == {0}
+
+
+def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_the_plan_names(monkeypatch):
+    """As eager stages between graphs lack the groups that lie in these."""
+    follow, commit, left = Offload.follow, Offload._commit, []
+
+    def without_the_fourth(self, trace, plan):
+        follow(self, trace, plan)
+        del self._index[trace.groups[3].layer, trace.groups[3].name]
+
+    def watched(self, now, group):
+        commit(self, now, group)
+        left.append((group.order, on_their_way(self, now.lanes)))
+
+    monkeypatch.setattr(Offload, "follow", without_the_fourth)
+    monkeypatch.setattr(Offload, "_commit", watched)
+    train(config(), DENSE, counts=(1, 1), policy=given_back_at(1))
+    after = dict(left[len(left) // 2:])
+    assert (after[2], after[3], after[4]) == (1, 1, 1), "group 2 until group 4 is made; group 3 does not move now"
+
+
+@pytest.mark.parametrize("granularity", [None, "chunk"])
+def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypatch):
+    """Whatever the plan lets be in flight: before another forward begins, and before its backward."""
+    begin, reached, left = Offload._begin, Offload._reached, []
+
+    def beginning(self, lanes):
+        found = begin(self, lanes)
+        left.append(on_their_way(self, lanes) if self.plan is not None else 0)
+        return found
+
+    def reaching(self, now, group):
+        reached(self, now, group)
+        left.append(on_their_way(self, now.lanes) if self.plan is not None else 0)
+
+    monkeypatch.setattr(Offload, "_begin", beginning)
+    monkeypatch.setattr(Offload, "_reached", reaching)
+    counts = (1, 1, 2)
+    found, engine, _ = train(config(), DENSE, granularity=granularity, counts=counts, late=("out",),
+                             policy=given_back_at(99))
+    assert same(found, train(config(), counts=counts)[0])
+    assert set(engine.plan.release_at) == {KEPT} and engine.plan.in_flight == 99
+    assert left and set(left) == {0}
+
+
 def test_memory_that_is_given_back_without_waiting_is_a_wrong_number(monkeypatch):
     """The control: a late copy reads what has been written there since."""
     def hasty(self, now, place):
-        for reference in now.leaving.pop(place, ()):
+        for at, reference in now.leaving:
             group = reference()
-            if group is not None and group.copy_out is not None:
+            if at <= place and group is not None and group.copy_out is not None:
                 group.copy_out.held = []
 
     monkeypatch.setattr(Offload, "_release", hasty)

@@ -56,7 +56,7 @@ class Pass:
         self.seen: set[tuple[int, str]] = set()
         self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
         self.entries: list[_Entry] = []
-        self.leaving: dict[int, list[weakref.ref[Group]]] = {}  # by the place at whose commit main waits for them
+        self.leaving: list[tuple[int, weakref.ref[Group]]] = []  # with the place at whose commit main waits for it
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
     def known(self, tensor: Tensor) -> Memory | None:
@@ -163,23 +163,21 @@ class Offload:
     def _begin(self, lanes: Lanes) -> Pass:
         """Another pass. It is traced where it is an eager one of training, until there is a plan."""
         is_traced = lanes is self.lanes and self.plan is None and not capturing()
+        self._end_forward(lanes)
         self._pass = Pass(lanes, PassTimes(lanes, self._waits) if is_traced else None)
         return self._pass
 
     def _open(self, now: Pass, name: str, layer: int) -> Group:
         order = len(now.entries)
-        needed, starts, leaves, moves = -order, None, KEPT, not self.measures
+        needed, starts, moves = -order, None, not self.measures
         if self.plan is not None:
             place = self._index.get((layer, name), KEPT)
             moves = moves and place != KEPT and self.plan.moves[place]
             needed = self._backward.get(place, len(self._backward))
             starts = self._backward[self.plan.reload_at[place]] if moves else None
-            leaves = self.plan.release_at[place] if moves and self.plan.release_at else KEPT
         group = Group(name, layer, order, now.lanes, moves=moves, min_bytes=self.min_bytes,
                       reached=partial(self._reached, now), wait=partial(self._wait, now.lanes))
         now.seen.add((layer, name))
-        if leaves != KEPT:
-            now.leaving.setdefault(leaves, []).append(weakref.ref(group))
         now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
         return group
 
@@ -189,16 +187,32 @@ class Offload:
             storage = memory.storage()
             if storage is not None:
                 now.memories[storage._cdata] = memory
-        self._release(now, self._index.get((group.layer, group.name), KEPT))
+        place = self._index.get((group.layer, group.name), KEPT)
+        leaves = self.plan.release_at[place] if self.plan is not None and self.plan.release_at else KEPT
+        if place != KEPT and leaves != KEPT and group.host is not None:
+            now.leaving.append((leaves, weakref.ref(group)))
+        self._release(now, place)
         if now.times is not None:
             now.times.committed(group)
 
     def _release(self, now: Pass, place: int) -> None:
-        """Main waits for what the plan gives back at the commit of group `place`, unless its copy is postponed."""
-        for reference in now.leaving.pop(place, ()):
+        """Main waits for what the plan gives back at the commits up to that of group `place`: a pass may lack the group
+        that the plan names (a graph has it). A copy that is postponed is waited for at the first commit after it."""
+        later = []
+        for at, reference in now.leaving:
             group = reference()
-            if group is not None and group.copy_out is not None and not group.copy_out.done:
+            if group is not None and (at > place or group.copy_out is None):
+                later.append((at, reference))
+            elif group is not None and group.copy_out is not None and not group.copy_out.done:
                 self._wait(now.lanes, group.copy_out)
+        now.leaving = later
+
+    def _end_forward(self, lanes: Lanes) -> None:
+        """Main waits for the copies to the host that are left: a plan counts on their memory no longer. What tells that
+        a forward is over is the next one, or its backward."""
+        under_way = self._under_way.get(lanes)
+        while self.plan is not None and under_way:
+            self._wait(lanes, under_way.popleft())
 
     def _queued(self, lanes: Lanes, copy: Copy) -> None:
         """A copy to the host is queued: main waits for the oldest ones if there are too many."""
@@ -215,6 +229,7 @@ class Offload:
             lanes.wait(copy)
 
     def _reached(self, now: Pass, group: Group) -> None:
+        self._end_forward(now.lanes)
         times, reloads = now.times, now.to_reload(group.order)
         if times is not None:
             times.reached(group, reloads)
