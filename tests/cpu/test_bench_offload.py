@@ -34,6 +34,16 @@ def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
     assert planned["forward_room_bytes"] == 0, "nobody counts a CPU's memory"
 
 
+def test_where_nothing_can_be_kept_others_are_measured_and_compared_with_nothing(capsys):
+    """What offloading is for: eager activations have no room."""
+    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act"
+    with mock.patch("packgraph.bench.offload._kept_bytes", side_effect=torch.OutOfMemoryError("no room")):
+        bench(words.split())
+    kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "no room" in kept["reason"] and everything["reason"] is planned["reason"] is None
+    assert all("ms" in row["figures"] and "time_ratio" not in row for row in (everything, planned))
+
+
 @pytest.mark.parametrize("most", [0, 1, 2, 5, 63, 64])
 @pytest.mark.parametrize("known", [0, 1, 5])
 def test_the_largest_number_that_fits_is_found(most, known):

@@ -263,9 +263,10 @@ class _ContextBench:
             if pools is None or "compile" in name or self._late():
                 continue
             fullest = {bucket.tokens: bucket for bucket in self.buckets(name.partition("+")[0])}
-            alone = max(self._pool_alone(name, bucket) for bucket in fullest.values())
-            if alone:
-                contest.extras[name] |= {"largest_pool_bytes": alone, "pool_ratio": round(max(pools) / alone, 4)}
+            alone = [self._pool_alone(name, bucket) for bucket in fullest.values()]
+            if all(alone):  # else nobody knows which takes most
+                largest = max(alone)
+                contest.extras[name] |= {"largest_pool_bytes": largest, "pool_ratio": round(max(pools) / largest, 4)}
 
     def _pool_alone(self, name: str, bucket: Capacity) -> int:
         """Bytes that a bank of one bucket takes on the rank where it takes most; 0 where it failed. Collective."""

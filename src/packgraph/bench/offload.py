@@ -95,7 +95,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
             with room_for_code():
                 found, reason = attempt_alone(partial(_measure, options, model, device, tokens, way, speed), deadline)
             free_unused(device)
-            kept = kept or found
+            kept = found if way == "kept" else kept
             known[way] = max(known[way], tokens if found else 0)
             on_host[way] = max(on_host[way], (found or {}).get("host_bytes", 0) / tokens)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
