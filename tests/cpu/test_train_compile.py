@@ -1,44 +1,60 @@
 """Training with compiled stages: graphs of them, and the same code run eagerly, give the same run bit by bit."""
 import dataclasses
+import random
 
 import pytest
 import torch
-from trainkit import state_of, tiny, trainer
+from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.graphed import graph
+from packgraph.packing.batch import PackedBatch
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import GraphConfig
 from packgraph.train.signals import StopRequest
 
 NEVER = 10**6
+TWO = CAPACITIES[:2]
 
 
-@pytest.fixture(autouse=True)
-def traced(monkeypatch):
-    """torch's tracing compiler instead of the one that generates code."""
-    torch._dynamo.reset()
-    monkeypatch.setattr("packgraph.train.executor.graph", lambda *args, compile, **options: graph(
-        *args, compile="aot_eager" if compile else False, **options))
-    yield
-    torch._dynamo.reset()
+class Packs(RandomPacks):
+    """Packs of two capacities by turns: all code is compiled once for each."""
+
+    def __next__(self) -> PackedBatch:
+        capacity = TWO[self.position % 2]
+        draw = random.Random(self.position)
+        self.position += 1
+        drawn = [draw.randrange(32) for _ in range(capacity.tokens - 4)]
+        return PackedBatch.build([drawn[:9], drawn[9:]], capacity)
 
 
 def train(folder, **options):
-    """State at the end, losses, and the summary."""
+    """State at the end, losses, and the summary; with torch's tracing compiler, not the one that generates code."""
     config = tiny(graph=True, steps=5)
-    config = dataclasses.replace(config, graph=dataclasses.replace(config.graph, compile=True, **options))
-    run = trainer(folder, config)
-    summary = run.run(StopRequest())
+    config = dataclasses.replace(config, graph=dataclasses.replace(
+        config.graph, compile=True, capacities=TWO, **options))
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("packgraph.train.executor.graph", lambda *args, compile, **options: graph(
+            *args, compile="aot_eager" if compile else False, **options))
+        run = trainer(folder, config, Packs())
+        summary = run.run(StopRequest())
     state = state_of(run)
     run.close()
+    torch._dynamo.reset()
     return state, [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)], summary
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory):
+    """The run that both kinds of graphs must equal: warm-up never ends."""
+    return train(tmp_path_factory.mktemp("eager") / "run", warmup=NEVER)
 
 
 @pytest.mark.parametrize("options", [{"granularity": "layer"}, {"granularity": "step", "optimizer": True}],
                          ids=["layer", "step"])
-def test_graphs_of_compiled_stages_train_as_the_compiled_stages_do(options, tmp_path):
+def test_graphs_of_compiled_stages_train_as_the_compiled_stages_do(options, eager, tmp_path):
     state, rows, summary = train(tmp_path / "graph", warmup=2, **options)
-    expected, expected_rows, eager_summary = train(tmp_path / "eager", warmup=NEVER)
+    expected, expected_rows, eager_summary = eager
     assert rows == expected_rows
     assert not [name for name, value in state.items() if not torch.equal(value, expected[name])]
     assert summary["replayed"] > 0 and eager_summary["replayed"] == 0
