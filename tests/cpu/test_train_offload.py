@@ -7,6 +7,7 @@ import pytest
 import torch
 from trainkit import CPU, RandomPacks, state_of, tiny, trainer
 
+from packgraph.offload.room import Room
 from packgraph.parallel.mesh import single_process
 from packgraph.plan.offload.plan import KEPT
 from packgraph.train.config import ConfigError
@@ -49,6 +50,15 @@ def test_a_run_that_offloads_is_bitwise_one_that_does_not(graph, granularity, fr
     (engine,) = offloading.engines
     assert sum(engine.plan.moves) == len(engine.plan.moves) * fraction
     assert all((at == KEPT) != moves for moves, at in zip(engine.plan.moves, engine.plan.reload_at, strict=True))
+
+
+@pytest.mark.parametrize(("slots", "room"), [(1, 7), (2, 0), (None, 0)])
+def test_a_forward_has_its_backwards_room_where_both_use_one_pool(slots, room, tmp_path, monkeypatch):
+    monkeypatch.setattr(Room, "nbytes", 7)
+    config = replace(tiny(graph=True), offload=OffloadConfig(modules=DENSE[1:4], min_bytes=1, margin=0))
+    _, offloading = finish(tmp_path / "run", replace(config, graph=replace(config.graph, slots=slots)))
+    (planner,) = offloading.planners
+    assert planner.planned.measured.room == room
 
 
 @pytest.mark.parametrize("asked", [{"budget": "48KiB"}, {"lost": 0.3}, {"lost": 0.0}], ids=str)

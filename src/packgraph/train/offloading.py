@@ -46,15 +46,17 @@ class Planner:
     """Plans for one chunk as the options of a run say. speed: of copies, as far as it is known. planned: what came of
     it, None before."""
 
-    def __init__(self, options: OffloadConfig, rank: int, slots: int) -> None:
-        """rank: of the pipeline. slots: microbatches in flight at most."""
-        self._options, self._rank, self._slots = options, rank, slots
+    def __init__(self, options: OffloadConfig, rank: int, slots: int, one_pool: bool = True) -> None:
+        """rank: of the pipeline. slots: microbatches in flight at most. one_pool: forwards and backwards take memory
+        from the same pool, so that a forward can have what its backward needs later."""
+        self._options, self._rank, self._slots, self._one_pool = options, rank, slots, one_pool
         self.speed = CopySpeed()
         self.planned: Planned | None = None
 
     def __call__(self, trace: OffloadTrace) -> OffloadPlan:
         """Raises ConfigError when what is asked for cannot be had."""
-        measured, speed, options = replace(trace, slots=self._slots), self.speed, self._options
+        room = trace.forward_room if self._one_pool else 0
+        measured, speed, options = replace(trace, slots=self._slots, forward_room=room), self.speed, self._options
         knobs, budget = options.knobs(), options.budget_bytes()
         if budget is not None:
             try:
@@ -131,13 +133,15 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
         return None
     stages, rank = mesh.size("pp"), mesh.place["pp"]
     slots = slot_counts(stages, len(model.chunks))[rank] if stages > 1 else [1] * len(model.chunks)
+    # Graphs with several slots keep what backwards need in a pool of its own.
+    one_pool = not config.graph.enabled or stages > 1 or config.graph.slots == 1
     engines, planners = [], []
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
         engine = Offload(options.modules, executor.lanes(number) or make_lanes(device), min_bytes=options.min_bytes,
                          in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled)
         attach(engine, chunk)
         engines.append(engine)
-        planners.append(Planner(options, rank, count))
+        planners.append(Planner(options, rank, count, one_pool))
     return Offloading(engines, planners, config.graph.warmup, device, mesh.everyone())
 
 
