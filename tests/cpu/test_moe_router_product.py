@@ -110,10 +110,25 @@ def test_a_row_depends_on_itself_alone():
 def test_other_dtypes_are_converted_as_ever(rows, weights):
     x, weight, grad = operands()
     x, weight = x.to(rows), weight.to(weights)
-    assert "RouterLogits" not in type(router_logits(x, weight.requires_grad_()).grad_fn).__name__
+    assert "router_logits" not in type(router_logits(x, weight.requires_grad_()).grad_fn).__name__
     for ours, theirs in zip(*(gradients(function, x, weight, grad) for function in
                               (router_logits, naive_router_logits))):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+def test_bfloat16_takes_the_operation():
+    x, weight, _ = operands()
+    assert "router_logits" in type(router_logits(x, weight.requires_grad_()).grad_fn).__name__
+
+
+def test_autocast_rounds_nothing():
+    """Neither where logits are made nor where a backward runs inside of it."""
+    x, weight, grad = operands()
+    plain = gradients(router_logits, x, weight, grad)
+    for dtype in (BF16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            found = gradients(router_logits, x, weight, grad)
+        assert all(left.dtype == right.dtype and torch.equal(left, right) for left, right in zip(found, plain))
 
 
 def test_what_needs_no_gradient_gets_none():

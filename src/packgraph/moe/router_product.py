@@ -60,7 +60,13 @@ def _leading_bits(values: Tensor) -> Tensor:
 
 def _in_float32(left: Tensor, right: Tensor) -> Tensor:
     """left @ right, of bfloat16, added up in float32 and left so. torch has this for CUDA alone."""
-    return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
+    with _as_given(left):
+        return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
+
+
+def _as_given(x: Tensor) -> torch.autocast:
+    """Within it products are of the dtypes that go in, also where a backward runs under autocast."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 @torch.library.custom_op("packgraph::router_logits", mutates_args=())
@@ -77,7 +83,8 @@ def _gradient_of_rows(parts: Tensor, weight: Tensor) -> Tensor:
     `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is on: then as every product of bfloat16.
     """
     stacked = weight.repeat(PARTS, 1)
-    return parts @ stacked if parts.is_cuda else _in_float32(parts, stacked).to(parts.dtype)
+    with _as_given(parts):
+        return parts @ stacked if parts.is_cuda else _in_float32(parts, stacked).to(parts.dtype)
 
 
 @torch.library.custom_op("packgraph::router_gradient_of_weight", mutates_args=())
