@@ -66,6 +66,27 @@ def test_grouped_product_takes_expanded_and_strided_operands():
     torch.testing.assert_close(a.grad, expected.grad)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_row_at_all_is_a_product_too(transposed):
+    """As where a rank gets none of the tokens; the gradient of a sum has no strides."""
+    a, b = torch.randn(0, 8, requires_grad=True), torch.randn(2, 8, 8, requires_grad=True)
+    out = grouped_mm(a, b.mT if transposed else b, torch.zeros(2, dtype=torch.int32))
+    out.sum().backward()
+    assert out.shape == a.grad.shape == (0, 8) and torch.equal(b.grad, torch.zeros(2, 8, 8))
+
+
+@pytest.mark.parametrize("width", [8, 7])
+def test_a_backward_under_autocast_is_as_wide_as_its_forward(width):
+    """Widths of 7 fill no 16 bytes, so their products are masked ones."""
+    a, b, offsets = torch.randn(10, width), torch.randn(2, width, width), torch.tensor([4, 10], dtype=torch.int32)
+    leaves, grad = [a.requires_grad_(), b.requires_grad_()], torch.randn(10, width)
+    plain = torch.autograd.grad(grouped_mm(*leaves, offsets), leaves, grad)
+    out = grouped_mm(*leaves, offsets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(out, leaves, grad)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, plain))
+
+
 def test_grouped_product_refuses_what_does_not_fit():
     a, b = torch.randn(4, 8), torch.randn(2, 8, 8)
     with pytest.raises(ValueError, match=r"offsets int32 \[E\], got"):

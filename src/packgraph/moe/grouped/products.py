@@ -85,8 +85,9 @@ def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> T
         matrices = b.mT if transposed else b
         return multiply_by_pointers(a, matrices, offsets.contiguous(), transposed, multiplied_anywhere(a, matrices))
     total = a.new_zeros(a.shape[0], b.shape[2])
-    for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
-        total = total + torch.where(inside, a, 0) @ matrix
+    with torch.autocast(a.device.type, enabled=False):  # a backward may run under it
+        for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
+            total = total + torch.where(inside, a, 0) @ matrix
     return total
 
 
@@ -101,8 +102,9 @@ def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
         total = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
         add_products(total, left, right, offsets)
         return total
-    return torch.stack([torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
-                        for inside in _inside(offsets, a.shape[0])])
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.stack([torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
+                            for inside in _inside(offsets, a.shape[0])])
 
 
 @torch.library.custom_op("packgraph::add_grouped_mm_of_matrices", mutates_args=("total",))
@@ -154,6 +156,8 @@ product.register_autograd(_differentiate, setup_context=_save)
 
 def _rows(x: Tensor) -> Tensor:
     """x, in rows that a kernel can read."""
+    if not x.numel():
+        return x.new_empty(x.shape)  # its strides may be 0
     stride = x.stride(0)
     fits = x.stride(1) == 1 and stride >= x.shape[1] and stride * x.element_size() % ALIGNMENT == 0
     return aligned(x if fits else x.contiguous())
