@@ -1,4 +1,5 @@
 """Grouped products by descriptors and by pointers against one product after the other; the choice of a way."""
+import importlib
 import types
 
 import pytest
@@ -128,14 +129,29 @@ def test_pointers_add_products_of_any_width(ends):
         torch.testing.assert_close(total[expert], expected, rtol=1e-5, atol=1e-4)
 
 
-@inside
-@bounds_from_memory
-def test_float32_is_multiplied_as_such():
-    """TF32 would drop what is below one part in 2,048."""
-    from packgraph.moe.grouped.anywhere_kernel import multiply_by_pointers
-    a, matrices = torch.full((4, 16), 1 + 2.0**-20), torch.eye(16)[None]
-    found = multiply_by_pointers(a, matrices, torch.tensor([4], dtype=torch.int32), False, MULTIPLIED_ANYWHERE[-1][1])
-    assert torch.equal(found, a)
+SIZES = {"EXPERTS": 4}
+POINTERS = dict.fromkeys(("out", "a", "matrices", "total", "left", "right"), "*fp32") | {"offsets": "*i32"}
+
+
+@outside
+@needs_triton
+@pytest.mark.parametrize(("file", "name", "way"), [
+    *(("anywhere_kernel", "_multiply", way) for _, way in MULTIPLIED_ANYWHERE),
+    ("pointers_kernel", "_add", ADDED_ANYWHERE)], ids=str)
+def test_float32_is_multiplied_as_such_on_gpus_of_every_age(file, name, way):
+    """TF32 would drop what is below one part in 2,048; the interpreter knows no TF32, so compiled code is read."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    kernel = getattr(importlib.import_module(f"packgraph.moe.grouped.{file}"), name)
+    constants = {key.upper(): value for key, value in way._asdict().items() if key.upper() in kernel.arg_names} | {
+        key: value for key, value in SIZES.items() if key in kernel.arg_names}
+    signature = {key: "constexpr" if key in constants else POINTERS.get(key, "i32") for key in kernel.arg_names}
+    for capability in (75, 80, 90, 120):
+        made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32),
+                              options={"num_warps": way.warps, "num_stages": way.stages})
+        assert "tt.dot" in made.asm["ttir"] and "tf32" not in made.asm["ttir"]
+        assert made.metadata.shared <= 64 * 1024, "what the oldest of them has"
 
 
 @outside
