@@ -7,6 +7,7 @@ from offloadkit import DENSE, config, same, train
 
 from packgraph.graphs.lanes import DeviceMemory
 from packgraph.graphs.lanes_emulated import EmulatedLanes
+from packgraph.offload import engine
 from packgraph.offload.engine import Offload
 from packgraph.offload.room import Room
 from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
@@ -54,6 +55,14 @@ def test_what_is_needed_when_groups_have_gone_counts_less():
     room.reached(10, 10, 20)  # 4 beside 30
     room.reached(0, 0, 30)  # 40 beside 10, which would be 20 beside 30
     assert room.nbytes == 20
+
+
+@pytest.mark.parametrize(("policy", "looks"), [(False, engine.LOOKS), (True, engine.LOOKS + 4)])
+def test_passes_are_traced_for_good_only_where_a_plan_will_end_it(policy, looks):
+    lanes = EmulatedLanes()
+    made = engine.Offload([], lanes, policy=(lambda trace: None) if policy else None)
+    traced = [made._begin(lanes).times is not None for _ in range(engine.LOOKS + 4)]
+    assert sum(traced) == looks and traced[0]
 
 
 def test_nobody_knows_without_an_allocator():

@@ -35,6 +35,7 @@ from packgraph.offload.timing import PassTimes, Waits
 from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace, plan_errors
 
 Policy = Callable[[OffloadTrace], OffloadPlan]
+LOOKS = 16  # passes that are traced without a policy: events and a look at the allocator's peak for every group
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Offload:
         self.plan: OffloadPlan | None = None
         self._trace: OffloadTrace | None = None
         self._times: PassTimes | None = None
+        self._looks = 0  # passes that were traced
         self._index: dict[tuple[int, str], int] = {}
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
@@ -161,8 +163,11 @@ class Offload:
         self._commit(now, group)
 
     def _begin(self, lanes: Lanes) -> Pass:
-        """Another pass. It is traced where it is an eager one of training, until there is a plan."""
-        is_traced = lanes is self.lanes and self.plan is None and not capturing()
+        """Another pass. It is traced where it is an eager one of training, until there is a plan; where nobody makes
+        one, the first `LOOKS` are."""
+        wanted = self.policy is not None or self.measures or self._looks < LOOKS
+        is_traced = wanted and lanes is self.lanes and self.plan is None and not capturing()
+        self._looks += is_traced
         self._end_forward(lanes)
         self._pass = Pass(lanes, PassTimes(lanes, self._waits) if is_traced else None)
         return self._pass
