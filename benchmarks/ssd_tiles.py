@@ -160,7 +160,7 @@ def works_of(case: Case) -> dict[str, Callable[[Way], Work]]:
 
     return {
         "mix": mixed, "steps": lambda way: lambda: step_gradients(*parts, way),
-         "tables": lambda way: lambda: tables_of(dt, a, ids, sizes, way),
+        "tables": lambda way: lambda: tables_of(dt, a, ids, sizes, way),
         "scores": lambda way: lambda: scores_of(b, c, ids, sizes, way),
         "carry": lambda way: lambda: carry(x, b, ids, tables, through, sizes, way=way),
         "back": lambda way: lambda: carry(dy, c, ids, tables, through, sizes, entering, way),

@@ -72,8 +72,8 @@ def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
     """Copy the weights of the checkpoint folder `path` into `models`, a whole decoder of that config or pipeline
     stages of it, with all experts or some, on any device and in any dtype.
 
-    One stored tensor is in memory at a time. A checkpoint must be whole, whatever part of it is here. Errors as in
-    `load_pretrained`.
+    One stored tensor is in memory at a time (two where a tied matrix is stored twice). A checkpoint must be whole,
+    whatever part of it is here. Errors as in `load_pretrained`.
     """
     _fill(models, _tensor_files(Path(path)), Path(path))
 
