@@ -27,10 +27,14 @@ class Layer(nn.Module):
 
 
 class Packed(nn.Module):
-    """Embedding, layers, head and the mean loss of all places; a batch of tokens [T] to float32 []."""
+    """Embedding, layers, head and the mean loss of all places; a batch of tokens [T] to float32 [].
 
-    def __init__(self, layers: int = 2, dropout: float = 0.1) -> None:
+    tied: the head multiplies with the matrix of the embedding, which two pieces of code use then.
+    """
+
+    def __init__(self, layers: int = 2, dropout: float = 0.1, tied: bool = False) -> None:
         super().__init__()
+        self.tied = tied
         torch.manual_seed(5)
         self.embedding, self.linear = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
@@ -48,7 +52,8 @@ class Packed(nn.Module):
         return {**state, "hidden": self.embedding(state["batch"].tokens)}
 
     def head(self, state: State) -> State:
-        return {"loss": functional.cross_entropy(self.linear(state["hidden"]), state["batch"].tokens.long())}
+        logits = state["hidden"] @ self.embedding.weight.T if self.tied else self.linear(state["hidden"])
+        return {"loss": functional.cross_entropy(logits, state["batch"].tokens.long())}
 
     def end(self, state: State) -> Tensor:
         return state["loss"]

@@ -314,12 +314,14 @@ def test_what_the_user_has_compiled_is_recorded_too(compile):
     assert graphed.stats.replayed == 2
 
 
-def test_a_whole_step_holds_compiled_code():
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_step_holds_compiled_code(tied):
+    """Its very first call is inside the capture: what several pieces use, a tied matrix, is found out there."""
     batches = packs(SMALL, 3)
 
     def trained(captured: bool) -> list[Tensor]:
         torch.manual_seed(2)
-        inner = packgraph.graph(Packed(), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
+        inner = packgraph.graph(Packed(tied=tied), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
 
         def run(*packed):
             total = 0

@@ -178,7 +178,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Within the block, one forward and its backward, it is found out which tensors several pieces use."""
+        """Within the block, one forward, it is found out which tensors several pieces use; backwards look it up."""
         self._uses = Counter()
         try:
             yield

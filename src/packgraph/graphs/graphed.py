@@ -299,7 +299,9 @@ class GraphedModule(Wrapper):
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by the module itself."""
         if self._program.compiler is None or not self._has_code(args, kwargs):
             return self.module(*args, **kwargs)
-        return self._program.call(args, kwargs)
+        # Within a whole step this may be the first call, which nothing has compiled ahead and counted.
+        with self._program.compiler.counting() if capturing() else contextlib.nullcontext():
+            return self._program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call's stages are compiled, which they are now if a replay of this call is possible at all."""
