@@ -1,4 +1,8 @@
-"""Experts for tests on every device: operands with poisoned tails, both forms, and a layer under changing routings."""
+"""Experts for tests on every device: operands with poisoned tails, both forms, settings of a router, and a layer under
+changing routings."""
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
@@ -6,6 +10,18 @@ from packgraph.moe.experts import Experts, activate_and_multiply, naive_experts
 from packgraph.moe.grouped.products import grouped_mm
 
 NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a choice of experts depends on besides logits (`RouterSettings`), with defaults."""
+
+    per_token: int = 2
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
 
 
 def ends_of(numbers: list[int], device: str = "cpu") -> torch.Tensor:

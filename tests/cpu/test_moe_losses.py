@@ -1,11 +1,10 @@
 """Auxiliary losses against loops over documents, padding and documents apart; the bias that balances without a loss."""
-from dataclasses import dataclass
-from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moekit import Settings
 from torch import Tensor, nn
 
 from packgraph.graphs.graphed import graph
@@ -23,18 +22,6 @@ from packgraph.moe.routing import route
 
 TOLERANCE = {"rtol": 2e-5, "atol": 1e-6}  # float32 sums in different order
 DOCUMENTS = 6
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Routing of two experts per token."""
-
-    per_token: int = 2
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
-    scaling: float = 1.0
-    groups: int = 1
-    groups_kept: int = 1
 
 
 def pack(lengths: list[int], padding: int) -> Tensor:

@@ -1,6 +1,4 @@
 """The kernels of the choice of experts against the operations they replace, in Triton's interpreter."""
-from dataclasses import dataclass
-from typing import Literal
 
 import pytest
 import torch
@@ -8,6 +6,7 @@ from hypothesis import given
 from hypothesis import settings as how_often
 from hypothesis import strategies as st
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
+from moekit import Settings
 
 from packgraph.moe import routing
 from packgraph.moe.dispatch.dispatcher import Routing
@@ -17,18 +16,6 @@ from packgraph.moe.routing import Scored, naive_route
 pytestmark = needs_triton
 NAN = float("nan")
 LEVELS = torch.tensor([-2.3, -1.1, -0.2, 0.4, 0.9, 1.7, 3.1])  # few, so that there are ties; no two pairs sum up alike
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a choice depends on besides logits."""
-
-    per_token: int = 2
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
-    scaling: float = 1.0
-    groups: int = 1
-    groups_kept: int = 1
 
 
 def kernels(logits, padding, bias, kind) -> Scored:

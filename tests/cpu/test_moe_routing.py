@@ -1,11 +1,10 @@
 """Routing: equal to the routers of transformers, padding routed nowhere, ties by number, documents independent."""
-from dataclasses import dataclass
-from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moekit import Settings
 from torch import Tensor
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -14,18 +13,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.moe.dispatch.dispatcher import Routing
 from packgraph.moe.routing import RouterSettings, drop_beyond, first_best, naive_drop_beyond, ordered_bits, route
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What `route` must know, with defaults."""
-
-    per_token: int = 2
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
-    scaling: float = 1.0
-    groups: int = 1
-    groups_kept: int = 1
 
 
 def random_logits(tokens: int, experts: int, seed: int = 0) -> Tensor:
