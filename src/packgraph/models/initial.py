@@ -4,8 +4,8 @@
 
 Every matrix has a seed of its own, from its name, and so has every entry of a stack of matrices. So it does not matter
 which process draws it and when: a pipeline stage or a rank with some of the experts gets the values of the whole model,
-and threads may draw in any order. They draw on the host, because generators of devices give other values; a model of a
-billion parameters takes some seconds for each core that there is.
+and threads may draw in any order. They draw on the host, because generators of devices give other values: ten seconds
+for a billion parameters on one core, as many times less as there are cores.
 """
 import os
 import zlib
