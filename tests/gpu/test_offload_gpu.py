@@ -22,6 +22,9 @@ from packgraph.train.signals import StopRequest
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda", 0)
 BF16 = {"device": CUDA, "dtype": torch.bfloat16, "capacities": [Capacity(256, 4)]}
+INNER = ("core_attn", "attn_proj", "mlp_act", "qkv_linear")
+LARGE = DecoderConfig(vocab_size=1024, hidden_size=1024, intermediate_size=3072, num_layers=10, num_heads=16,
+                      num_kv_heads=8, head_dim=64)
 SPIN = 1_500_000  # cycles, about a millisecond: longer than a layer takes
 
 
@@ -129,12 +132,48 @@ def test_replays_and_eager_steps_never_wait():
     assert graphed.stats.replayed == 4
 
 
+def test_graphs_tell_their_compute_whatever_was_copied(monkeypatch):
+    slow(monkeypatch, "out", "back")
+    capacity, told = Capacity(8192, 16), []
+    for margin in (0, 1000):  # everything moves, nothing does
+        model = DecoderModel(LARGE, seed=1, device=CUDA, dtype=torch.bfloat16)
+        graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True)
+        engine = engine_of(graphed, model, INNER, min_bytes=2**20, times_graphs=True,
+                           policy=lambda trace, margin=margin: plan_by_knobs(trace, CopySpeed(),
+                                                                             OffloadKnobs(margin=margin)))
+        batch, tokens = sample_batch(capacity).to(CUDA), torch.tensor(8000, device=CUDA)
+        for _ in range(4):
+            graphed(batch, tokens).backward()
+        torch.cuda.synchronize()
+        told.append((engine.plan, *engine.replayed(CopySpeed(1.0, 1.0))))
+        graphed.close()
+    (moved, compute, speed), (kept, alone, unknown) = told
+    assert moved.moved_bytes > 2**30 and kept.moved_bytes == 0
+    assert alone.compute_us > 10_000 and abs(compute.compute_us / alone.compute_us - 1) < 0.15, told
+    assert unknown == CopySpeed(1.0, 1.0) and min(speed.to_host_bytes_per_us, speed.to_device_bytes_per_us) > 10_000
+
+
+@pytest.mark.parametrize("granularity", ["chunk", "step"])
+def test_a_run_that_plans_by_its_graphs_is_bitwise_one_that_does_not_offload(granularity, tmp_path):
+    states, plans = [], []
+    for options in ({}, {"modules": INNER, "min_bytes": 1, "margin": 0, "lost": 0.3}):
+        made = tiny(True, dtype="bfloat16", steps=7)
+        made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, granularity=granularity, strict=True),
+                                   offload=OffloadConfig(**options))
+        run = trainer(tmp_path / str(len(options)), made, RandomPacks(), device=CUDA)
+        if options:
+            run.executor.prepare.when_planned = lambda prepared: plans.append(prepared.planners[0].planned)
+        run.run(StopRequest())
+        states.append(state_of(run))
+        run.close()
+    assert plans and run.executor.prepare.is_final
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
 def test_the_pool_falls_by_what_the_plan_says():
-    shape = DecoderConfig(vocab_size=1024, hidden_size=1024, intermediate_size=3072, num_layers=10, num_heads=16,
-                          num_kv_heads=8, head_dim=64)
     capacity, taken, plan = Capacity(8192, 16), [], None
-    for modules in ((), ("core_attn", "attn_proj", "mlp_act", "qkv_linear")):
-        model = DecoderModel(shape, seed=1, device=CUDA, dtype=torch.bfloat16)
+    for modules in ((), INNER):
+        model = DecoderModel(LARGE, seed=1, device=CUDA, dtype=torch.bfloat16)
         graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True)
         if modules:
             engine = engine_of(graphed, model, modules, min_bytes=2**20, policy=lambda trace: plan_by_knobs(

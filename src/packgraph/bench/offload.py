@@ -2,7 +2,8 @@
 
     kept       nothing moves
     everything all groups that may move do, but the last of each module
-    planned    what the planner moves for a loss of at most --lost of the time (default 1 %), by a measured trace
+    planned    what the planner moves for a loss of at most --lost of the time (default 1 %): first by a trace of eager
+               microbatches, then by what the graphs of that plan took, which is the plan that is measured
 
 Each way runs by itself: forward and backward of one microbatch at a time, by one graph each. Bytes are those of the
 graphs' pool and of everything held at the peak, parameters and gradients left out. `kept for backward` is what an eager
@@ -40,6 +41,7 @@ from packgraph.plan.offload.simulate import simulate_offload
 
 OFFLOAD_WAYS = ("kept", "everything", "planned")
 USUAL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_act", "expert_fc1", "moe_act")
+TRIALS = 3  # replays of a first plan, the last of which tells the times for the second
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "pinned host memory")
 
 COLUMNS: list[Column] = [
@@ -165,7 +167,7 @@ class _Run:
 
 def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str,
              speed: CopySpeed) -> Row:
-    policy, measured = _policy(options, model, device, tokens, way, speed)
+    policy, traced = _policy(options, model, device, tokens, way, speed)
     known = {} if way != "kept" else {"kept_for_backward_bytes": _kept_bytes(options, model, device, tokens)}
     free_unused(device)
     before = held_bytes(device)
@@ -176,21 +178,34 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
         laps = [time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(options.rounds)]
         plan = run.engine.plan if run.engine is not None else None
         if run.engine is not None:
-            _draw(options, f"{options.model}-{tokens}-{way}", measured or run.engine.trace, run.engine.plan, speed)
+            _draw(options, f"{options.model}-{tokens}-{way}", traced or _Traced(run.engine.trace, speed), plan)
         row: Row = known | {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
                     "peak_bytes": None if peak is None or before is None else peak - before}
         spent = copy_times(device, run.calls) if plan is not None and plan.moved_bytes else None
-        if measured is not None:
-            row["forward_room_bytes"] = measured.forward_room
+        if traced is not None and traced.trace is not None:
+            row |= {"forward_room_bytes": traced.trace.forward_room,
+                    "eager_compute_ms": round(traced.eager_us / 1000, 3),
+                    "graph_compute_ms": round(traced.trace.compute_us / 1000, 3),
+                    "planned_out_gb_s": round(traced.speed.to_host_bytes_per_us / 1000, 2),
+                    "planned_back_gb_s": round(traced.speed.to_device_bytes_per_us / 1000, 2)}
         return row | _of_plan(options, plan, spent, speed)
 
 
-def _draw(options: OffloadOptions, name: str, trace: OffloadTrace | None, plan: OffloadPlan | None, speed: CopySpeed
-          ) -> None:
+@dataclass(frozen=True)
+class _Traced:
+    """What a plan was made by. trace: None where nothing was traced. eager_us: compute of the first, eager trace."""
+
+    trace: OffloadTrace | None
+    speed: CopySpeed
+    eager_us: float = 0.0
+
+
+def _draw(options: OffloadOptions, name: str, traced: _Traced, plan: OffloadPlan | None) -> None:
     """NAME.svg and NAME.trace.json, for chrome://tracing, of what the plan predicts."""
+    trace = traced.trace
     if options.draw is None or trace is None or plan is None:
         return
-    timeline = simulate_offload(trace, speed, plan)
+    timeline = simulate_offload(trace, traced.speed, plan)
     options.draw.mkdir(parents=True, exist_ok=True)
     (options.draw / f"{name}.svg").write_text(draw_offload_svg(trace, plan, timeline, name), encoding="utf-8")
     (options.draw / f"{name}.trace.json").write_text(chrome_trace([(name, trace, timeline)]), encoding="utf-8")
@@ -213,15 +228,34 @@ def _of_plan(options: OffloadOptions, plan: OffloadPlan | None, spent: tuple[flo
 
 
 def _policy(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str,
-            speed: CopySpeed) -> tuple[Policy | None, OffloadTrace | None]:
+            speed: CopySpeed) -> tuple[Policy | None, _Traced | None]:
     """What makes the plan of a way (None: nothing moves), and what it was measured on, if on another run's trace."""
     if way == "kept":
         return None, None
     if way == "everything":
         return (lambda trace: plan_by_knobs(trace, speed, options.knobs())), None
-    measured = _trace(options, model, device, tokens)
-    plan = plan_for_time(measured, speed, options.lost)
-    return (lambda trace: plan), measured  # the run's own trace has the same groups, but its times hold waits
+    eager = _trace(options, model, device, tokens)
+    traced = _replayed(options, model, device, tokens, eager, speed)
+    assert traced.trace is not None
+    plan = plan_for_time(traced.trace, traced.speed, options.lost)
+    return (lambda trace: plan), traced  # the run's own trace has the same groups, but its times hold waits
+
+
+def _replayed(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, eager: OffloadTrace,
+              speed: CopySpeed) -> _Traced:
+    """What graphs took that follow the plan made by eager microbatches. Raises RuntimeError where they are not known.
+    """
+    first = plan_for_time(eager, speed, options.lost)
+    with _Run(replace(options, calls=1), model, device, tokens, lambda trace: first) as run:
+        assert run.engine is not None
+        run.engine.times_graphs = True
+        run.prepare()
+        for _ in range(TRIALS):
+            run.calls()
+        found = run.engine.replayed(speed)
+        if found is None:
+            raise RuntimeError("no pass of the graphs holds all groups of the eager one")
+        return _Traced(replace(found[0], forward_room=eager.forward_room), found[1], eager.compute_us)
 
 
 def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int) -> OffloadTrace:

@@ -74,6 +74,7 @@ class CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, window: "CudaWindow") -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
         self.pool, self.host = pool, window.pool.host  # host memory that the graph knows by its address only
+        self.lanes, self.scope = window.lanes, window.lanes.scope  # and clocks
         self.launched = window.backend.lanes.launched
 
     def replay(self) -> None:
@@ -81,6 +82,7 @@ class CudaGraph:
         if self.graph is None:
             raise RuntimeError("this graph was reset")
         self.graph.replay()
+        self.lanes.replayed.add(self.scope)
         self.launched()
 
     def reset(self) -> None:

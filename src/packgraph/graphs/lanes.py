@@ -53,10 +53,22 @@ class DeviceMemory(NamedTuple):
     most: int
 
 
+class TimedCopy(NamedTuple):
+    """A copy of `nbytes` on `lane` and the times, for `elapsed_us`, at which it began and ended."""
+
+    lane: str
+    nbytes: int
+    began: Any
+    ended: Any
+
+
 class Lanes(Protocol):
-    """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager work."""
+    """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager work. replayed: the
+    numbers of those captures that have been replayed. timed: where a list, copies are timed into it (on a device)."""
 
     scope: int
+    replayed: set[int]
+    timed: list[TimedCopy] | None
 
     def host(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes` that nobody else uses until `give_back`."""
@@ -87,7 +99,7 @@ class Lanes(Protocol):
         """A graph was launched: run what was postponed."""
 
     def clock(self) -> Any:
-        """The time at which main gets here, for `elapsed_us`."""
+        """The time at which main gets here, for `elapsed_us`; of a capture, in its last replay."""
 
     def elapsed_us(self, start: Any, end: Any) -> float:
         """Microseconds between two times; waits for the device."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, parts
+from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, parts
 
 
 def pinned(nbytes: int) -> torch.Tensor:
@@ -52,7 +52,9 @@ class CudaLanes:
         self._free = FreeHost(self.memories)
         self._under_way: list[Copy] = []
         self._postponed: deque[Callable[[], None]] = deque()
-        self.scope = 0
+        self._clocks: list[torch.cuda.Event] = []  # that graphs know by their handles only
+        self.scope, self.replayed = 0, set[int]()
+        self.timed: list[TimedCopy] | None = None
 
     def next_capture(self) -> None:
         """Another capture of the window begins: copies of those before are done when it runs."""
@@ -87,9 +89,12 @@ class CudaLanes:
         stream.wait_event(since or self.point())
         if host.last is not None and host.last.scope == self.scope:
             stream.wait_event(host.last.native)
+        began = None if self.timed is None else self._clock(stream)
         with torch._C._DisableTorchDispatch(), torch.no_grad(), torch.cuda.stream(stream):  # type: ignore[attr-defined]
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
+        if self.timed is not None:
+            self.timed.append(TimedCopy(lane, sum(target.numel() for target in targets), began, self._clock(stream)))
         event = torch.cuda.Event()
         event.record(stream)
         host.last = Copy(lane, self.scope, held, event)
@@ -120,8 +125,14 @@ class CudaLanes:
 
     def clock(self) -> torch.cuda.Event:
         """See Lanes."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        return self._clock(torch.cuda.current_stream(self.device))
+
+    def _clock(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        captured = self.scope > 0
+        event = torch.cuda.Event(enable_timing=True, external=captured)
+        event.record(stream)
+        if captured:
+            self._clocks.append(event)
         return event
 
     def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:

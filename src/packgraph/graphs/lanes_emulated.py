@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, parts
+from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, parts
 
 POISON = 0xFF
 
@@ -106,7 +106,8 @@ class EmulatedLanes:
         self._free = FreeHost(self.memories)
         self._under_way: dict[int, Copy] = {}
         self._postponed: deque[Callable[[], None]] = deque()
-        self._count, self.scope = 0, 0
+        self._count, self.scope, self.replayed = 0, 0, set[int]()
+        self.timed: list[TimedCopy] | None = None  # nothing comes into it: there is no device
 
     def host(self, nbytes: int) -> HostMemory:
         """See Lanes."""
@@ -158,13 +159,13 @@ class EmulatedLanes:
         while self._postponed:
             self._postponed.popleft()()
 
-    def clock(self) -> float:
+    def clock(self) -> Any:
         """See Lanes."""
-        return time.perf_counter()
+        return [time.perf_counter()]
 
-    def elapsed_us(self, start: float, end: float) -> float:
+    def elapsed_us(self, start: Any, end: Any) -> float:
         """See Lanes."""
-        return 1e6 * (end - start)
+        return 1e6 * (end[0] - start[0])
 
     def memory(self) -> DeviceMemory | None:
         """See Lanes."""
@@ -220,6 +221,16 @@ class RecordedLanes(EmulatedLanes):
             self._replays.add(copy.lane, copy.native, after, lambda: run(given))
 
         self._window.note(queue, tensors)
+
+    def clock(self) -> Any:
+        """See Lanes."""
+        clock = super().clock()
+
+        def read() -> None:
+            clock[0] = time.perf_counter()
+
+        self._window.note(read, [])
+        return clock
 
     def wait(self, copy: Copy) -> None:
         """See Lanes."""

@@ -296,7 +296,13 @@ class RecorderWindow:
             result = run()
             self.lanes.join()
         self._is_brief = False
-        graph = RecorderGraph(nodes, self._launched)
+        scope = self.lanes.scope
+
+        def launched() -> None:
+            self.lanes.replayed.add(scope)
+            self._launched()
+
+        graph = RecorderGraph(nodes, launched)
         self._graphs.append(graph)
         return graph, result
 

@@ -11,6 +11,9 @@ Before there is a plan everything eligible moves and comes back one group ahead:
 for would never be traced. Eager work and captures follow the plan from the next pass on; it does not change under
 graphs, since whoever wants another one attaches another engine, which modules notice.
 
+Eager passes may be slower than graphs: they wait for the host. So the graphs that follow a first plan can carry clocks
+(`times_graphs`), and `replayed` tells what they take, for a better plan and other graphs.
+
 In a capture the lanes are the capture's. Reloads start within the capture that holds the group's own backward, since
 no copy may outlast its graph.
 """
@@ -18,7 +21,7 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,8 +34,8 @@ from packgraph.graphs.guard import capturing
 from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
 from packgraph.graphs.parameters import local_tensor
 from packgraph.offload.group import Group, Handle, Memory, unpack
-from packgraph.offload.timing import PassTimes, Waits
-from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.offload.timing import PassTimes, Waits, copy_speed_of
+from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace, plan_errors
 
 Policy = Callable[[OffloadTrace], OffloadPlan]
 LOOKS = 16  # passes that are traced without a policy: events and a look at the allocator's peak for every group
@@ -87,13 +90,15 @@ class Offload:
     modules: names of the groups that may move. lanes: of eager work. min_bytes: smaller memory stays. in_flight: copies
     to the host that main has not waited for, at most, until a plan says another number. postpones: eager copies are
     queued after the next launch of a graph. policy: makes the plan of what was traced, at `settle` or at the first
-    capture; None = everything moves. measures: nothing moves, for a trace of compute alone.
+    capture; None = everything moves. measures: nothing moves, for a trace of compute alone. times_graphs: captures from
+    now on carry clocks.
     """
 
     def __init__(self, modules: Collection[str], lanes: Lanes, *, min_bytes: int = 2**20, in_flight: int = 2,
-                 postpones: bool = False, policy: Policy | None = None, measures: bool = False) -> None:
+                 postpones: bool = False, policy: Policy | None = None, measures: bool = False,
+                 times_graphs: bool = False) -> None:
         self.modules, self.lanes, self.min_bytes, self.postpones = frozenset(modules), lanes, min_bytes, postpones
-        self.in_flight, self.policy, self.measures = in_flight, policy, measures
+        self.in_flight, self.policy, self.measures, self.times_graphs = in_flight, policy, measures, times_graphs
         self.plan: OffloadPlan | None = None
         self._trace: OffloadTrace | None = None
         self._times: PassTimes | None = None
@@ -101,7 +106,8 @@ class Offload:
         self._index: dict[tuple[int, str], int] = {}
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
-        self._waits = Waits(lanes)
+        self._waits = self._captured_waits = Waits(lanes)
+        self._captured: list[PassTimes] = []  # whole passes of captures
         self._under_way: weakref.WeakKeyDictionary[Lanes, deque[Copy]] = weakref.WeakKeyDictionary()
 
     def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
@@ -129,6 +135,27 @@ class Offload:
         if self._trace is None and self._times is not None:
             return self._times.trace()
         return self._trace
+
+    def replayed(self, speed: CopySpeed) -> tuple[OffloadTrace, CopySpeed] | None:
+        """What the plan's groups take in graphs, by their last replay: of the largest pass that was captured whole with
+        `times_graphs` and has run, stretched to the bytes that the plan is for. None where there is none, as with
+        graphs of layers. speed: of copies, where none were timed. Waits for the device."""
+        if self._trace is None:
+            return None
+        named = [(group.layer, group.name) for group in self._trace.groups]
+        known = [times for times in self._captured if times.is_replayed() and times.names() == named]
+        if not known:
+            return None
+        largest = max(known, key=lambda times: times.nbytes)
+        found, times = largest.trace(), self._trace.bytes / largest.nbytes if largest.nbytes else 1.0
+        groups = tuple(replace(group, forward_us=times * timed.forward_us, backward_us=times * timed.backward_us)
+                       for group, timed in zip(self._trace.groups, found.groups))
+        return replace(self._trace, groups=groups, forward_us=times * found.forward_us,
+                       backward_us=times * found.backward_us), copy_speed_of(largest.lanes, speed)
+
+    def forget_replays(self) -> None:
+        """Captures carry no clocks from now on, and those that do are not asked any more."""
+        self.times_graphs, self._captured, self._captured_waits = False, [], self._waits
 
     def end_step(self) -> None:
         """The step is over, nothing is in flight: main waits for all copies."""
@@ -169,8 +196,19 @@ class Offload:
         is_traced = wanted and lanes is self.lanes and self.plan is None and not capturing()
         self._looks += is_traced
         self._end_forward(lanes)
-        self._pass = Pass(lanes, PassTimes(lanes, self._waits) if is_traced else None)
+        times = None
+        if self._is_timed(lanes):
+            if self._captured_waits.lanes is not lanes:
+                self._captured_waits, lanes.timed = Waits(lanes), []
+            times = PassTimes(self._captured_waits, captured=True)
+        elif is_traced:
+            times = PassTimes(self._waits, captured=False)
+        self._pass = Pass(lanes, times)
         return self._pass
+
+    def _is_timed(self, lanes: Lanes) -> bool:
+        """Whether these lanes are those of a capture that carries clocks."""
+        return self.times_graphs and lanes is not self.lanes and lanes is captured_lanes()
 
     def _open(self, now: Pass, name: str, layer: int) -> Group:
         order = len(now.entries)
@@ -228,7 +266,9 @@ class Offload:
 
     def _wait(self, lanes: Lanes, copy: Copy) -> None:
         """Main waits for a copy; it is timed where passes are traced."""
-        if self.plan is None and lanes is self.lanes and not copy.done and not capturing():
+        if self._is_timed(lanes) and not copy.done and self._captured_waits.lanes is lanes:
+            self._captured_waits.wait(copy)
+        elif self.plan is None and lanes is self.lanes and not copy.done and not capturing():
             self._waits.wait(copy)
         else:
             lanes.wait(copy)
@@ -238,7 +278,9 @@ class Offload:
         times, reloads = now.times, now.to_reload(group.order)
         if times is not None:
             times.reached(group, reloads)
-            if times.is_complete() and (self._times is None or times.nbytes >= self._times.nbytes):
+            if times.is_complete() and now.lanes is not self.lanes:
+                self._captured.append(times)
+            elif times.is_complete() and (self._times is None or times.nbytes >= self._times.nbytes):
                 self._times = times
         for other in reloads:
             other.start_reload()

@@ -6,19 +6,25 @@ too, and taken out:
     main   | F0 | F1 |wait| F2 |        a clock at every bar
                                         F2 is made after F0 + F1 + F2
 
-Bytes of groups that are on the device are counted beside, for `room.py`: a group's from its commit on, without those
-whose copies main has waited for, and those that come back until the next backward begins.
+In a captured pass the same clocks are nodes of its graphs, and tell what the last replay took: the compute of a graph,
+without the host that eager work may wait for.
+
+Bytes of groups that are on the device are counted beside in eager passes, for `room.py`: a group's from its commit on,
+without those whose copies main has waited for, and those that come back until the next backward begins.
 """
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from packgraph.graphs.lanes import Copy, Lanes
 from packgraph.offload.group import Group
 from packgraph.offload.room import Room
-from packgraph.plan.offload.plan import OffloadGroup, OffloadTrace
+from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
+
+LARGE = 2**23  # bytes of a copy that tells a speed
 
 
 class Mark(NamedTuple):
@@ -32,28 +38,42 @@ class Waits:
     """The waits of main, in order: when they began and ended."""
 
     def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+        self.lanes = lanes
         self.all: list[tuple[Any, Any]] = []
 
     def wait(self, copy: Copy) -> None:
         """Let main wait for a copy, between two clocks."""
-        began = self._lanes.clock()
-        self._lanes.wait(copy)
-        self.all.append((began, self._lanes.clock()))
+        began = self.lanes.clock()
+        self.lanes.wait(copy)
+        self.all.append((began, self.lanes.clock()))
 
     def mark(self) -> Mark:
         """Main gets here."""
-        return Mark(self._lanes.clock(), len(self.all))
+        return Mark(self.lanes.clock(), len(self.all))
+
+
+def copy_speed_of(lanes: Lanes, known: CopySpeed) -> CopySpeed:
+    """The speed of the copies that were timed in captures of `lanes`, in their last replays; `known` where there are
+    none of a direction. Waits for the device."""
+    def speed(lane: str, otherwise: float) -> float:
+        copies = [copy for copy in lanes.timed or () if copy.lane == lane and copy.nbytes >= LARGE]
+        spent = sum(lanes.elapsed_us(copy.began, copy.ended) for copy in copies)
+        return sum(copy.nbytes for copy in copies) / spent if spent else otherwise
+
+    return replace(known, to_host_bytes_per_us=speed("out", known.to_host_bytes_per_us),
+                   to_device_bytes_per_us=speed("back", known.to_device_bytes_per_us))
 
 
 class PassTimes:
-    """The times of one eager pass, by order of its groups."""
+    """The times of one pass, by order of its groups. waits: of its lanes. captured: of its graphs, whose memory nobody
+    looks at. scopes: the captures that it lies in."""
 
-    def __init__(self, lanes: Lanes, waits: Waits) -> None:
-        self.lanes, self.waits, self.started = lanes, waits, waits.mark()
+    def __init__(self, waits: Waits, captured: bool) -> None:
+        self.lanes, self.waits, self.started = waits.lanes, waits, waits.mark()
         self.made: list[tuple[str, int, int, int, Mark]] = []  # name, layer, bytes, copies, time
         self.needed: dict[int, Mark] = {}
-        self.room, self._held, self._running = Room(lanes), 0, 0
+        self.scopes = {self.lanes.scope}
+        self.room, self._held, self._running = None if captured else Room(self.lanes), 0, 0
         self._passed = 0
         self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()
 
@@ -63,18 +83,22 @@ class PassTimes:
         self._held += group.eligible_bytes
         if group.host is not None:
             self._leaving.append((weakref.ref(group), group.eligible_bytes))
-        self.room.made(self._held)  # with what main has waited for since the block was opened: it was there until then
+        self.scopes.add(self.lanes.scope)
+        if self.room is not None:
+            self.room.made(self._held)  # with what main has waited for since the block opened: it was there until then
         self._given_back()
 
     def reached(self, group: Group, reloads: Sequence[Group]) -> None:
         """Backward has come to `group`; `reloads` begin now."""
         self.needed.setdefault(group.order, self.waits.mark())
+        self.scopes.add(self.lanes.scope)
         self._given_back()
         before = self._held = self._held - self._running
         self._passed += self._running
         self._held += sum(other.eligible_bytes for other in reloads)
         self._running = group.eligible_bytes
-        self.room.reached(before, self._held, self._passed)
+        if self.room is not None:
+            self.room.reached(before, self._held, self._passed)
 
     def _given_back(self) -> None:
         while self._leaving:
@@ -89,9 +113,18 @@ class PassTimes:
         """Of all groups that may move."""
         return sum(entry[2] for entry in self.made)
 
+    def names(self) -> list[tuple[int, str]]:
+        """(layer, name) of the groups, in order."""
+        return [(entry[1], entry[0]) for entry in self.made]
+
     def is_complete(self) -> bool:
         """Whether backward has come to every group."""
         return len(self.needed) == len(self.made) > 0
+
+    def is_replayed(self) -> bool:
+        """Whether the graphs of a captured pass have run: one, or one of its forward and one of its backward. Among
+        more, copies end with each, and those waits belong to no group."""
+        return len(self.scopes) <= 2 and self.scopes <= self.lanes.replayed
 
     def trace(self) -> OffloadTrace:
         """The times in microseconds, without waits; waits for the device."""
@@ -101,10 +134,10 @@ class PassTimes:
             return self.lanes.elapsed_us(start.clock, end.clock) - (waited[end.waits] - waited[start.waits])
 
         groups, passed = [], 0.0
-        begin = min(self.needed.values(), key=lambda mark: worked(self.started, mark))
+        begin = next(iter(self.needed.values()))
         for order, (name, layer, nbytes, copies, made) in enumerate(self.made):
             passed = max(passed, worked(self.started, made))
             needed = max(0.0, worked(begin, self.needed[order]))
             groups.append(OffloadGroup(name, layer, nbytes, passed, needed, max(1, copies)))
         return OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups),
-                            forward_room=self.room.nbytes)
+                            forward_room=0 if self.room is None else self.room.nbytes)

@@ -38,9 +38,13 @@ class Counts:
 
 
 class Preparation(Protocol):
-    """What else has to be ready before a step, and what it says of itself in summary.json."""
+    """What else has to be ready before a step, and what it says of itself in summary.json. A call tells whether graphs
+    are to be captured anew; is_final: whether no call will tell that any more."""
 
-    def __call__(self, steps_done: int) -> None: ...
+    @property
+    def is_final(self) -> bool: ...
+
+    def __call__(self, steps_done: int) -> bool: ...
 
     def summary(self) -> dict[str, Any]: ...
 
@@ -126,9 +130,10 @@ class Executor:
         return True
 
     def begin_step(self, steps_done: int) -> bool:
-        """A step begins; whether graphs are due."""
-        if self.prepare is not None:
-            self.prepare(steps_done)
+        """A step begins; whether graphs are due: at the end of warm-up, and where others are wanted."""
+        if self.prepare is not None and self.prepare(steps_done) and self._warm:
+            self.free_graphs(None)
+            return True
         return self._options.enabled and steps_done == self._options.warmup
 
     def lanes(self, chunk: int) -> Lanes | None:
@@ -165,7 +170,8 @@ class Executor:
 
         batches: all packs of the step, those of other replicas too; see `Autotune.begin`.
         """
-        return self._warm and self.autotune is not None and self.autotune.begin(batches, note)
+        is_final = self.prepare is None or self.prepare.is_final
+        return self._warm and is_final and self.autotune is not None and self.autotune.begin(batches, note)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

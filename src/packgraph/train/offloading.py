@@ -3,6 +3,10 @@
 Warm-up steps move everything that may move, since they may not fit otherwise; the largest microbatch among them is what
 the plan is made for, before anything is captured, with copies as fast as plain ones are measured to be. Every rank
 plans for itself, and what cannot be planned on one of them ends the run on all.
+
+Eager microbatches may take longer than graphs, as the host holds them up, and a plan made by them then counts on time
+that graphs do not have. So where a budget says what moves, graphs carry clocks at first, and after `TRIAL` steps there
+is another plan, by what they took, and other graphs for it.
 """
 import itertools
 from collections.abc import Callable, Sequence
@@ -32,6 +36,8 @@ from packgraph.train.executor import Executor
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import TrainConfig
 
+TRIAL = 2  # steps by the graphs of a first plan
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -52,6 +58,7 @@ class Planner:
         self._options, self._rank, self._slots, self._one_pool = options, rank, slots, one_pool
         self.speed = CopySpeed()
         self.planned: Planned | None = None
+        self.by_times = options.budget is not None or options.lost is not None
 
     def __call__(self, trace: OffloadTrace) -> OffloadPlan:
         """Raises ConfigError when what is asked for cannot be had."""
@@ -73,43 +80,75 @@ class Planner:
 
 
 class Offloading:
-    """The engines of a rank, one for each chunk with layers. when_planned: called once, when all of them have a plan.
-    """
+    """The engines of a rank, one for each chunk with layers. when_planned: called when all of them have a plan, and
+    once more if that changes. is_final: whether it cannot change any more."""
 
     def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device,
-                 everyone: dist.ProcessGroup | None) -> None:
+                 everyone: dist.ProcessGroup | None, captures: bool = True) -> None:
         """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan before. everyone:
-        all ranks of the run, None = this process alone."""
+        all ranks of the run, None = this process alone. captures: whether there will be graphs."""
         self.engines, self.planners, self._warmup, self._device = list(engines), list(planners), warmup, device
         self._everyone = everyone
+        self.is_final = not any(planner.by_times for planner in planners) or not captures
         self.when_planned: Callable[[Offloading], None] | None = None
 
-    def __call__(self, steps_done: int) -> None:
-        """A step begins, with nothing in flight. When warm-up is over: plan, before anything is captured; collective
-        then. Raises ConfigError on all ranks when one of them cannot have what is asked for."""
-        problems = list[str]()
-        speed = copy_speed(self._device) if steps_done == self._warmup and self.engines else CopySpeed()
-        for engine, policy in zip(self.engines, self.planners, strict=True):
+    def __call__(self, steps_done: int) -> bool:
+        """A step begins, with nothing in flight; whether graphs are to be captured anew. When warm-up is over: plan,
+        before anything is captured; when graphs have been tried: plan by them. Collective then. Raises ConfigError on
+        all ranks when one of them cannot have what is asked for."""
+        for engine in self.engines:
             engine.end_step()
-            if steps_done == self._warmup:
-                engine.policy, policy.speed = policy, speed
-                try:
-                    if engine.trace is not None:
-                        engine.settle()
-                except ConfigError as error:
-                    problems += error.problems
+        changed = False
         if steps_done == self._warmup:
-            self._agree(problems)
-            if self.when_planned is not None:
-                self.when_planned(self)
+            self._first()
+        elif steps_done == self._warmup + TRIAL and not self.is_final:
+            changed = self._again()
+            self.is_final = True
+        if (steps_done == self._warmup or changed) and self.when_planned is not None:
+            self.when_planned(self)
+        return changed
 
-    def _agree(self, problems: list[str]) -> None:
-        every = [problems]
+    def _first(self) -> None:
+        """Plan by eager microbatches."""
+        problems = list[str]()
+        speed = copy_speed(self._device) if self.engines else CopySpeed()
+        for engine, policy in zip(self.engines, self.planners, strict=True):
+            engine.times_graphs = not self.is_final
+            if engine.plan is None:
+                engine.policy, policy.speed = policy, speed
+            try:
+                if engine.trace is not None:
+                    engine.settle()
+            except ConfigError as error:
+                problems += error.problems
+        self._agree(problems)
+
+    def _again(self) -> bool:
+        """Plan by graphs; whether any plan of any rank is another one."""
+        problems, changed = list[str](), False
+        for engine, planner in zip(self.engines, self.planners, strict=True):
+            found = engine.replayed(planner.speed)
+            engine.forget_replays()
+            if found is None:
+                continue
+            trace, planner.speed = found
+            before = engine.plan
+            try:
+                engine.follow(trace, planner(trace))
+            except ConfigError as error:
+                problems += error.problems
+            changed |= before is None or engine.plan is None or not before.does_as(engine.plan)
+        return any(self._agree(problems, changed))
+
+    def _agree(self, problems: list[str], told: bool = False) -> list[bool]:
+        """What all ranks have told. Raises ConfigError with the problems of all of them."""
+        every = [(problems, told)]
         if self._everyone is not None:
-            every = [[] for _ in range(dist.get_world_size(self._everyone))]
-            dist.all_gather_object(every, problems, group=self._everyone)
-        if found := list(dict.fromkeys(itertools.chain(*every))):
+            every = [([], False) for _ in range(dist.get_world_size(self._everyone))]
+            dist.all_gather_object(every, (problems, told), group=self._everyone)
+        if found := list(dict.fromkeys(itertools.chain(*(problems for problems, _ in every)))):
             raise ConfigError(found)
+        return [told for _, told in every]
 
     def summary(self) -> dict[str, Any]:
         """What was planned, for each chunk: groups and bytes of a microbatch, what the plan predicts, and the speed of
@@ -142,7 +181,7 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
         attach(engine, chunk)
         engines.append(engine)
         planners.append(Planner(options, rank, count, one_pool))
-    return Offloading(engines, planners, config.graph.warmup, device, mesh.everyone())
+    return Offloading(engines, planners, config.graph.warmup, device, mesh.everyone(), config.graph.enabled)
 
 
 def offload_problems(config: TrainConfig) -> list[str]:
