@@ -46,16 +46,36 @@ def measured_trace(widths: str, forward_room: int = 0) -> OffloadTrace:
     return OffloadTrace(tuple(groups), sum(times), 2 * sum(times), forward_room=forward_room)
 
 
+def compiled_trace(widths: str, forward_room: int = 0, parts: int = 1) -> OffloadTrace:
+    """Layers as `measured_trace`, compiled: what a layer saves comes and goes at one time, in mebibytes per tensor."""
+    forward_us, sizes = {"qwen3-8b": (48_000.0, (64, 64, 16, 16, 64, 64, 192, 192, 64)),
+                         "moonlight": (28_000.0, (32, 64, 64, 32, 32, 32, 44, 44, 48, 96, 88, 64))}[widths]
+    groups, total = list[OffloadGroup](), sum(sizes)
+    for layer in range(8):
+        chosen = list[list[int]]()
+        for index, size in enumerate(sizes):
+            if parts * sum(sizes[:index]) >= len(chosen) * total:
+                chosen.append([])
+            chosen[-1].append(size)
+        groups += [OffloadGroup("layer", layer, 2**20 * sum(part), forward_us / 8 * (layer + 1),
+                                2 * forward_us / 8 * (7 - layer), len(part), number)
+                   for number, part in enumerate(chosen)]
+    return OffloadTrace(tuple(groups), forward_us, 2 * forward_us, forward_room=forward_room)
+
+
 @st.composite
 def small_traces(draw: st.DrawFn, least: int = 0, most: int = 6) -> OffloadTrace:
-    """Any order of backwards, groups of no bytes and of no time, several slots."""
+    """Any order of backwards, groups of no bytes and of no time, parts, several slots."""
     count = draw(st.integers(least, most))
     sizes = draw(st.lists(st.integers(0, 30), min_size=count, max_size=count))
     ends = sorted(draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)))
     starts = draw(st.lists(st.integers(0, 80), min_size=count, max_size=count))
     if draw(st.booleans()):
         starts.sort(reverse=True)
-    groups = tuple(OffloadGroup("core_attn", index, *values, copies=draw(st.integers(1, 2)))
+    parts = [0] * count
+    for index in range(1, count):
+        parts[index] = parts[index - 1] + 1 if draw(st.integers(0, 3)) == 0 else 0
+    groups = tuple(OffloadGroup("core_attn", index - parts[index], *values, draw(st.integers(1, 2)), parts[index])
                    for index, values in enumerate(zip(sizes, ends, starts)))
     return OffloadTrace(groups, max(ends, default=0) + draw(st.integers(0, 9)),
                         max(starts, default=0) + draw(st.integers(0, 9)), draw(st.integers(1, 3)),

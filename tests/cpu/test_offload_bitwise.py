@@ -13,6 +13,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload
 from packgraph.packing.batch import PackedBatch
+from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace
 
 VARIED = {"counts": (1, 2, 1, 3), "capacities": CAPACITIES}
 SETS = [("attn_norm",), ("qkv_linear",), ("core_attn",), ("core_attn", "attn_proj"), ("mlp_norm",), ("mlp_act",)]
@@ -60,6 +61,35 @@ def test_plans_are_followed_without_a_changed_bit(granularity, knobs, dense):
     if granularity is not None:
         assert engine.plan is not None
         assert sum(engine.plan.moves) == {0.0: 0, 0.5: 6}.get(knobs.get("fraction"), sum(engine.plan.moves))
+
+
+def every_other(trace: OffloadTrace) -> OffloadPlan:
+    """Parts that move beside parts of the same block that stay; reloads with the first of the block."""
+    moves = tuple(place % 2 == 0 for place in range(len(trace.groups)))
+    return OffloadPlan(moves, tuple(place if moved else KEPT for place, moved in enumerate(moves)), 64)
+
+
+@pytest.mark.parametrize("late", [("out",), ("back",), ("out", "back")])
+@pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+def test_parts_of_what_a_block_saves_move_by_themselves(granularity, late, dense):
+    found, engine, _ = train(config(), DENSE, granularity=granularity, late=late, policy=every_other, parts=4)
+    assert same(found, dense)
+    groups = engine.trace.groups
+    assert max(group.part for group in groups) >= 2 and engine.trace.blocks[-1] == 2 * len(DENSE)
+    whole = train(config(), DENSE, granularity=granularity, policy=by_hand())[1].trace
+    for block, one in enumerate(whole.groups, 1):
+        parts = [group for group, of in zip(groups, engine.trace.blocks, strict=True) if of == block]
+        assert {(group.layer, group.name) for group in parts} == {(one.layer, one.name)}
+        assert sum(group.bytes for group in parts) == one.bytes and [g.part for g in parts] == [*range(len(parts))]
+
+
+@pytest.mark.parametrize("granularity", [None, "chunk"])
+def test_parts_of_rows_of_several_shapes(granularity):
+    varied = {"counts": (2, 2, 3, 2), "capacities": CAPACITIES}
+    found, engine, _ = train(config(experts=True), EXPERTS, granularity=granularity, late=("out",), policy=every_other,
+                             parts=8, **varied)
+    assert same(found, train(config(experts=True), **varied)[0])
+    assert sum(engine.plan.moves) > 10
 
 
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",)])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offloadtraces import decoder_trace, make_trace, small_traces, speeds
+from offloadtraces import compiled_trace, decoder_trace, make_trace, small_traces, speeds
 
 from packgraph.plan.offload.json import from_json, to_json
 from packgraph.plan.offload.knobs import OffloadKnobs, knob_moves, plan_by_knobs
@@ -27,6 +27,12 @@ def test_the_picture_of_the_module_comes_true() -> None:
     assert moved(TEN, 1, fraction=0.5, min_bytes=2, margin=2, delta_bytes_per_pp_rank=10) == [0, 1, 2]
     assert moved(TEN, 0, fraction=0.5, min_bytes=2, margin=2, delta_bytes_per_pp_rank=10) == [0, 1, 2, 4]
     assert moved(TEN, 2, min_bytes=2, margin=0, delta_bytes_per_pp_rank=15) == [0, 1, 2, 4, 5, 6]
+
+
+def test_the_usual_margin_is_all_parts_of_the_last_layer() -> None:
+    trace = compiled_trace("qwen3-8b", parts=4)
+    stay = [group.layer for group, moves in zip(trace.groups, knob_moves(trace, OffloadKnobs())) if not moves]
+    assert stay == [7, 7, 7, 7] and trace.blocks == tuple(layer for layer in range(1, 9) for _ in range(4))
 
 
 def test_the_usual_margin_is_the_last_group_of_each_module() -> None:

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloadtraces import decoder_trace, make_trace, measured_trace, small_traces, speeds
+from offloadtraces import compiled_trace, decoder_trace, make_trace, measured_trace, small_traces, speeds
 
 from packgraph.plan.offload.check import timeline_errors
 from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
@@ -162,6 +162,18 @@ def test_measured_layers_give_nearly_all_that_copies_can_take(widths: str, room:
     assert timeline_errors(trace, plan, simulate_offload(trace, H200_PLAIN, plan)) == []
     none = plan_for_time(trace, H200_PLAIN, 0.0)
     assert none.lost == 0 and none.saved_bytes > 0.84 * most, "without any waiting, too"
+
+
+@pytest.mark.parametrize(("widths", "whole", "parts"), [("qwen3-8b", 0.30, 0.37), ("moonlight", 0.18, 0.25)])
+def test_parts_of_layers_give_what_whole_layers_are_too_large_for(widths: str, whole: float, parts: float) -> None:
+    """Shares of what is kept, at 1 % of the time; copies cannot take more than 0.42 and 0.30 of it."""
+    room, found = 224 * 2**20, []
+    for count in (1, 8):
+        trace = compiled_trace(widths, room, count)
+        plan = plan_for_time(trace, H200_PLAIN, 0.01)
+        assert plan.lost <= 0.01 and timeline_errors(trace, plan, simulate_offload(trace, H200_PLAIN, plan)) == []
+        found.append(plan.saved_bytes / trace.bytes)
+    assert found[0] < whole and found[1] > parts, found
 
 
 def test_three_hundred_groups_are_planned_quickly() -> None:

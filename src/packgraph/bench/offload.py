@@ -30,7 +30,7 @@ from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes
 from packgraph.bench.ways import Graphed, room_for_code
 from packgraph.models.stack import DecoderStack
 from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload, Policy
+from packgraph.offload.engine import PARTS, Offload, Policy
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.drawing.offload_chrome import chrome_trace
 from packgraph.plan.drawing.offload_svg import draw_offload_svg
@@ -133,7 +133,7 @@ class _Run:
     """One way, ready to run. Frees everything when it is closed."""
 
     def __init__(self, options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int,
-                 policy: Policy | None) -> None:
+                 policy: Policy | None, parts: int = 1) -> None:
         capacity = Capacity(tokens, options.documents)
         drawn = draw_batches(capacity, options.calls, model.config.vocab_size, mean=options.mean, sigma=options.sigma,
                              seed=options.seed)
@@ -144,7 +144,7 @@ class _Run:
         self.engine: Offload | None = None
         if policy is not None:
             self.engine = Offload(options.modules, self.way.graphed.capture_backend.lanes, min_bytes=options.min_bytes,
-                                  in_flight=options.in_flight, policy=policy)
+                                  in_flight=options.in_flight, policy=policy, parts=parts)
             attach(self.engine, self.model)
 
     def __enter__(self) -> "_Run":
@@ -171,7 +171,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
     known = {} if way != "kept" else {"kept_for_backward_bytes": _kept_bytes(options, model, device, tokens)}
     free_unused(device)
     before = held_bytes(device)
-    with _Run(options, model, device, tokens, policy) as run:
+    with _Run(options, model, device, tokens, policy, PARTS if traced is not None else 1) as run:
         run.prepare()
         free_unused(device)
         peak = peak_bytes(device, run.calls)
@@ -246,7 +246,7 @@ def _replayed(options: OffloadOptions, model: DecoderStack, device: torch.device
     """What graphs took that follow the plan made by eager microbatches. Raises RuntimeError where they are not known.
     """
     first = plan_for_time(eager, speed, options.lost)
-    with _Run(replace(options, calls=1), model, device, tokens, lambda trace: first) as run:
+    with _Run(replace(options, calls=1), model, device, tokens, lambda trace: first, PARTS) as run:
         assert run.engine is not None
         run.engine.times_graphs = True
         run.prepare()
@@ -262,7 +262,8 @@ def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, t
     """Eager microbatches that move nothing: the last one's times, since the first one makes what is made once."""
     with _Run(replace(options, calls=1), model, device, tokens, None) as run:
         way, batch = run.way, run.batches[0]
-        engine = Offload(options.modules, way.graphed.capture_backend.lanes, min_bytes=options.min_bytes, measures=True)
+        engine = Offload(options.modules, way.graphed.capture_backend.lanes, min_bytes=options.min_bytes, measures=True,
+                         parts=PARTS)
         attach(engine, run.model)
         for _ in range(3):
             torch.autograd.backward(way.graphed.run_eagerly(*way.work.arguments(batch)), way.work.incoming(batch))

@@ -38,6 +38,7 @@ from packgraph.offload.timing import PassTimes, Waits, copy_speed_of
 from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace, plan_errors
 
 Policy = Callable[[OffloadTrace], OffloadPlan]
+PARTS = 8  # of a block's bytes between which a plan can choose; `in_flight` of knobs speaks of whole blocks
 LOOKS = 16  # passes that are traced without a policy: events and a look at the allocator's peak for every group
 
 
@@ -57,7 +58,7 @@ class Pass:
 
     def __init__(self, lanes: Lanes, times: PassTimes | None) -> None:
         self.lanes, self.times = lanes, times
-        self.seen: set[tuple[int, str]] = set()
+        self.seen: set[tuple[int, str]] = set()  # layer and name
         self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
         self.entries: list[_Entry] = []
         self.leaving: list[tuple[int, weakref.ref[Group]]] = []  # with the place at whose commit main waits for it
@@ -91,19 +92,21 @@ class Offload:
     to the host that main has not waited for, at most, until a plan says another number. postpones: eager copies are
     queued after the next launch of a graph. policy: makes the plan of what was traced, at `settle` or at the first
     capture; None = everything moves. measures: nothing moves, for a trace of compute alone. times_graphs: captures from
-    now on carry clocks.
+    now on carry clocks. parts: what a block saves moves as so many groups at the most, for plans that can choose among
+    them.
     """
 
     def __init__(self, modules: Collection[str], lanes: Lanes, *, min_bytes: int = 2**20, in_flight: int = 2,
                  postpones: bool = False, policy: Policy | None = None, measures: bool = False,
-                 times_graphs: bool = False) -> None:
+                 times_graphs: bool = False, parts: int = 1) -> None:
         self.modules, self.lanes, self.min_bytes, self.postpones = frozenset(modules), lanes, min_bytes, postpones
         self.in_flight, self.policy, self.measures, self.times_graphs = in_flight, policy, measures, times_graphs
+        self.parts = parts
         self.plan: OffloadPlan | None = None
         self._trace: OffloadTrace | None = None
         self._times: PassTimes | None = None
         self._looks = 0  # passes that were traced
-        self._index: dict[tuple[int, str], int] = {}
+        self._index: dict[tuple[int, str, int], int] = {}
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
         self._waits = self._captured_waits = Waits(lanes)
@@ -116,7 +119,7 @@ class Offload:
         if errors:
             raise ValueError("this plan of offloading cannot be followed:\n  - " + "\n  - ".join(errors))
         self.plan, self._trace, self.in_flight = plan, trace, plan.in_flight
-        self._index = {(group.layer, group.name): place for place, group in enumerate(trace.groups)}
+        self._index = {(group.layer, group.name, group.part): place for place, group in enumerate(trace.groups)}
         self._backward = {place: number for number, place in enumerate(trace.backward_order)}
         self._pass = None
 
@@ -142,7 +145,7 @@ class Offload:
         graphs of layers. speed: of copies, where none were timed. Waits for the device."""
         if self._trace is None:
             return None
-        named = [(group.layer, group.name) for group in self._trace.groups]
+        named = [(group.layer, group.name, group.part) for group in self._trace.groups]
         known = [times for times in self._captured if times.is_replayed() and times.names() == named]
         if not known:
             return None
@@ -187,7 +190,12 @@ class Offload:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-        self._commit(now, group)
+        groups = [group]
+        for part, memories in enumerate(group.in_parts(self.parts)[1:], 1):
+            groups.append(self._open(now, name, layer, part))
+            group.hand_over(memories, groups[-1])
+        for group in groups:
+            self._commit(now, group)
 
     def _begin(self, lanes: Lanes) -> Pass:
         """Another pass. It is traced where it is an eager one of training, until there is a plan; where nobody makes
@@ -210,15 +218,15 @@ class Offload:
         """Whether these lanes are those of a capture that carries clocks."""
         return self.times_graphs and lanes is not self.lanes and lanes is captured_lanes()
 
-    def _open(self, now: Pass, name: str, layer: int) -> Group:
+    def _open(self, now: Pass, name: str, layer: int, part: int = 0) -> Group:
         order = len(now.entries)
         needed, starts, moves = -order, None, not self.measures
         if self.plan is not None:
-            place = self._index.get((layer, name), KEPT)
+            place = self._index.get((layer, name, part), KEPT)
             moves = moves and place != KEPT and self.plan.moves[place]
             needed = self._backward.get(place, len(self._backward))
             starts = self._backward[self.plan.reload_at[place]] if moves else None
-        group = Group(name, layer, order, now.lanes, moves=moves, min_bytes=self.min_bytes,
+        group = Group(name, layer, order, now.lanes, part=part, moves=moves, min_bytes=self.min_bytes,
                       reached=partial(self._reached, now), wait=partial(self._wait, now.lanes))
         now.seen.add((layer, name))
         now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
@@ -230,7 +238,7 @@ class Offload:
             storage = memory.storage()
             if storage is not None:
                 now.memories[storage._cdata] = memory
-        place = self._index.get((group.layer, group.name), KEPT)
+        place = self._index.get((group.layer, group.name, group.part), KEPT)
         leaves = self.plan.release_at[place] if self.plan is not None and self.plan.release_at else KEPT
         if place != KEPT and leaves != KEPT and group.host is not None:
             now.leaving.append((leaves, weakref.ref(group)))
@@ -279,7 +287,8 @@ class Offload:
         if times is not None:
             times.reached(group, reloads)
             if times.is_complete() and now.lanes is not self.lanes:
-                self._captured.append(times)
+                if times not in self._captured:
+                    self._captured.append(times)
             elif times.is_complete() and (self._times is None or times.nbytes >= self._times.nbytes):
                 self._times = times
         for other in reloads:

@@ -12,7 +12,7 @@ of it, since copying the rest would free nothing.
 Handles own the group. When the last one is gone without a backward, the host memory goes back to the lanes.
 """
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,15 +90,15 @@ class Handle:
 
 
 class Group:
-    """name, layer: the module's. order: number within its pass. lanes: that carry its copies.
+    """name, layer: the module's. part: of what it saves. order: number within its pass. lanes: that carry its copies.
 
     moves: whether the plan wants it on the host. reached: called by the first tensor that backward asks for. wait:
     lets main wait for a copy of `lanes`.
     """
 
-    def __init__(self, name: str, layer: int, order: int, lanes: Lanes, *, moves: bool, min_bytes: int,
+    def __init__(self, name: str, layer: int, order: int, lanes: Lanes, *, part: int, moves: bool, min_bytes: int,
                  reached: Callable[["Group"], None], wait: Callable[[Copy], None]) -> None:
-        self.name, self.layer, self.order, self.lanes = name, layer, order, lanes
+        self.name, self.layer, self.part, self.order, self.lanes = name, layer, part, order, lanes
         self.moves, self.min_bytes = moves, min_bytes
         self.memories: dict[int, Memory] = {}
         self.moved: list[Memory] = []
@@ -131,6 +131,33 @@ class Group:
         if memory.group is self:
             self._handles.append(weakref.ref(handle))
         return handle
+
+    def in_parts(self, most: int) -> list[list[Memory]]:
+        """What was saved, in order, in at most so many parts of about as many bytes. They follow from shares, so that
+        rows of all sizes have the same ones."""
+        living = {id(handle.memory) for handle in self._living()}
+        memories = [memory for memory in self.memories.values() if id(memory) in living]
+        total, before, found = sum(memory.nbytes for memory in memories), 0, list[list[Memory]]()
+        for memory in memories:
+            # A part ends where the first memory beyond its share of the bytes begins.
+            if not found or most * before >= len(found) * total:
+                found.append([])
+            found[-1].append(memory)
+            before += memory.nbytes
+        return found
+
+    def hand_over(self, memories: Sequence[Memory], part: "Group") -> None:
+        """Let `memories` and what was saved of them belong to `part`."""
+        own = {id(memory) for memory in memories}
+        part.memories = {key: memory for key, memory in self.memories.items() if id(memory) in own}
+        self.memories = {key: memory for key, memory in self.memories.items() if id(memory) not in own}
+        for handle in self._living():
+            if id(handle.memory) in own:
+                handle.group = part
+        part._handles = [reference for reference in self._handles if (held := reference()) and held.group is part]
+        self._handles = [reference for reference in self._handles if (held := reference()) and held.group is self]
+        for memory in memories:
+            memory.group = part
 
     def commit(self, queued: Callable[[Copy], None], postpone: bool) -> None:
         """The module's forward is over: send what moves on its way.

@@ -64,22 +64,36 @@ def copy_speed_of(lanes: Lanes, known: CopySpeed) -> CopySpeed:
                    to_device_bytes_per_us=speed("back", known.to_device_bytes_per_us))
 
 
+class _Made(NamedTuple):
+    """A group and the time at which it was made. block: number of the module that it is a part of."""
+
+    name: str
+    layer: int
+    part: int
+    nbytes: int
+    copies: int
+    mark: Mark
+    block: int
+
+
 class PassTimes:
     """The times of one pass, by order of its groups. waits: of its lanes. captured: of its graphs, whose memory nobody
     looks at. scopes: the captures that it lies in."""
 
     def __init__(self, waits: Waits, captured: bool) -> None:
         self.lanes, self.waits, self.started = waits.lanes, waits, waits.mark()
-        self.made: list[tuple[str, int, int, int, Mark]] = []  # name, layer, bytes, copies, time
+        self.made: list[_Made] = []
         self.needed: dict[int, Mark] = {}
         self.scopes = {self.lanes.scope}
         self.room, self._held, self._running = None if captured else Room(self.lanes), 0, 0
-        self._passed = 0
+        self._passed, self._block = 0, 0
         self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()
 
     def committed(self, group: Group) -> None:
         """The next group is made."""
-        self.made.append((group.name, group.layer, group.eligible_bytes, group.eligible_copies, self.waits.mark()))
+        block = (self.made[-1].block if self.made else 0) + (group.part == 0)
+        self.made.append(_Made(group.name, group.layer, group.part, group.eligible_bytes, group.eligible_copies,
+                               self.waits.mark(), block))
         self._held += group.eligible_bytes
         if group.host is not None:
             self._leaving.append((weakref.ref(group), group.eligible_bytes))
@@ -93,10 +107,12 @@ class PassTimes:
         self.needed.setdefault(group.order, self.waits.mark())
         self.scopes.add(self.lanes.scope)
         self._given_back()
-        before = self._held = self._held - self._running
-        self._passed += self._running
+        if (block := self.made[group.order].block) != self._block:
+            self._held, self._passed = self._held - self._running, self._passed + self._running
+            self._running, self._block = 0, block
+        before = self._held
         self._held += sum(other.eligible_bytes for other in reloads)
-        self._running = group.eligible_bytes
+        self._running += group.eligible_bytes
         if self.room is not None:
             self.room.reached(before, self._held, self._passed)
 
@@ -111,15 +127,15 @@ class PassTimes:
     @property
     def nbytes(self) -> int:
         """Of all groups that may move."""
-        return sum(entry[2] for entry in self.made)
+        return sum(made.nbytes for made in self.made)
 
-    def names(self) -> list[tuple[int, str]]:
-        """(layer, name) of the groups, in order."""
-        return [(entry[1], entry[0]) for entry in self.made]
+    def names(self) -> list[tuple[int, str, int]]:
+        """(layer, name, part) of the groups, in order."""
+        return [(made.layer, made.name, made.part) for made in self.made]
 
     def is_complete(self) -> bool:
-        """Whether backward has come to every group."""
-        return len(self.needed) == len(self.made) > 0
+        """Whether backward has come to every module, if not to each part of what it saved."""
+        return len({self.made[order].block for order in self.needed}) == (self.made[-1].block if self.made else -1)
 
     def is_replayed(self) -> bool:
         """Whether the graphs of a captured pass have run: one, or one of its forward and one of its backward. Among
@@ -134,10 +150,13 @@ class PassTimes:
             return self.lanes.elapsed_us(start.clock, end.clock) - (waited[end.waits] - waited[start.waits])
 
         groups, passed = [], 0.0
-        begin = next(iter(self.needed.values()))
-        for order, (name, layer, nbytes, copies, made) in enumerate(self.made):
-            passed = max(passed, worked(self.started, made))
-            needed = max(0.0, worked(begin, self.needed[order]))
-            groups.append(OffloadGroup(name, layer, nbytes, passed, needed, max(1, copies)))
+        begin, first = next(iter(self.needed.values())), dict[int, Mark]()
+        for order, mark in self.needed.items():
+            first.setdefault(self.made[order].block, mark)
+        for order, made in enumerate(self.made):
+            passed = max(passed, worked(self.started, made.mark))
+            needed = max(0.0, worked(begin, self.needed.get(order, first[made.block])))
+            groups.append(OffloadGroup(made.name, made.layer, made.nbytes, passed, needed, max(1, made.copies),
+                                       made.part))
         return OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups),
                             forward_room=0 if self.room is None else self.room.nbytes)

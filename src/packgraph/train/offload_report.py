@@ -42,10 +42,10 @@ def report_offloading(offloading: Offloading, mesh: Mesh, folder: Path, note: Ca
     known = [(f"rank {rank}" + (f" chunk {chunk}" if len(chunks) > 1 else ""), planned)
              for rank, chunks in enumerate(every) for chunk, planned in enumerate(chunks)]
     if mesh.rank == 0 and known:
-        _write(folder / FOLDER, known, note)
+        _write(folder / FOLDER, known, note, offloading.planned_by)
 
 
-def _write(folder: Path, known: Sequence[tuple[str, Planned]], note: Callable[[str], None]) -> None:
+def _write(folder: Path, known: Sequence[tuple[str, Planned]], note: Callable[[str], None], by: str) -> None:
     names = [name for name, _ in known]
     drawn = [Drawn(planned.measured, planned.plan, simulate_offload(planned.measured, planned.speed, planned.plan))
              for _, planned in known]
@@ -58,4 +58,4 @@ def _write(folder: Path, known: Sequence[tuple[str, Planned]], note: Callable[[s
         for name, one in zip(names, drawn):
             (folder / f"{name.replace(' ', '')}.svg").write_text(
                 draw_offload_svg(*one, f"offloading on {name}"), encoding="utf-8")
-    note(f"offloading, as planned ({folder}):\n{table.rstrip()}")
+    note(f"offloading, as planned by the times of {by} ({folder}):\n{table.rstrip()}")

@@ -21,7 +21,7 @@ from packgraph.models.chunks import ModelChunks
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import named_stages
 from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
+from packgraph.offload.engine import PARTS, Offload
 from packgraph.offload.speed import copy_speed
 from packgraph.parallel.mesh import Mesh
 from packgraph.plan.offload.knobs import knob_moves, plan_by_knobs
@@ -81,7 +81,8 @@ class Planner:
 
 class Offloading:
     """The engines of a rank, one for each chunk with layers. when_planned: called when all of them have a plan, and
-    once more if that changes. is_final: whether it cannot change any more."""
+    once more if that changes. planned_by: what took the times that plans count on. is_final: whether plans cannot
+    change any more."""
 
     def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device,
                  everyone: dist.ProcessGroup | None, captures: bool = True) -> None:
@@ -89,6 +90,7 @@ class Offloading:
         all ranks of the run, None = this process alone. captures: whether there will be graphs."""
         self.engines, self.planners, self._warmup, self._device = list(engines), list(planners), warmup, device
         self._everyone = everyone
+        self.planned_by = "eager microbatches"
         self.is_final = not any(planner.by_times for planner in planners) or not captures
         self.when_planned: Callable[[Offloading], None] | None = None
 
@@ -131,7 +133,7 @@ class Offloading:
             engine.forget_replays()
             if found is None:
                 continue
-            trace, planner.speed = found
+            self.planned_by, (trace, planner.speed) = "graphs", found
             before = engine.plan
             try:
                 engine.follow(trace, planner(trace))
@@ -176,11 +178,13 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
     one_pool = not config.graph.enabled or stages > 1 or config.graph.slots == 1
     engines, planners = [], []
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
+        planner = Planner(options, rank, count, one_pool)
         engine = Offload(options.modules, executor.lanes(number) or make_lanes(device), min_bytes=options.min_bytes,
-                         in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled)
+                         in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled,
+                         parts=PARTS if planner.by_times else 1)
         attach(engine, chunk)
         engines.append(engine)
-        planners.append(Planner(options, rank, count, one_pool))
+        planners.append(planner)
     return Offloading(engines, planners, config.graph.warmup, device, mesh.everyone(), config.graph.enabled)
 
 

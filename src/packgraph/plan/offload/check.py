@@ -82,6 +82,9 @@ def _memory_errors(trace: OffloadTrace, plan: OffloadPlan, timeline: OffloadTime
     # A backward lasts as long as its compute; waiting that follows is for the next one.
     starts = [*[trace.groups[index].backward_us for index in order], trace.backward_us]
     ends = {index: timeline.backwards[index] + starts[place + 1] - starts[place] for place, index in enumerate(order)}
+    for index, following in list(pairwise(order))[::-1]:
+        if trace.blocks[index] == trace.blocks[following]:
+            ends[index] = ends[following]
     spans = []  # from, until, bytes
     for index, group in enumerate(trace.groups):
         ways = [copy for copy in timeline.copies if copy.group == index]

@@ -12,8 +12,8 @@ from typing import Any
 from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
 
 FORMAT = "packgraph offload trace 1"
-WHOLE = ("layer", "bytes", "copies", "slots", "other_bytes", "forward_room")
-OPTIONAL = ("forward_room",)  # files of before it was measured
+WHOLE = ("layer", "bytes", "copies", "part", "slots", "other_bytes", "forward_room")
+OPTIONAL = ("forward_room", "part")  # files of before there were any
 
 
 def to_json(trace: OffloadTrace, speed: CopySpeed | None = None) -> str:

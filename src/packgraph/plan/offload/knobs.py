@@ -53,10 +53,9 @@ def knob_moves(trace: OffloadTrace, knobs: OffloadKnobs, pp_rank: int = 0) -> Mo
             if trace.groups[index].bytes >= max(knobs.min_bytes, 1)]  # needed first at first
     stay: set[int] = set()
     if knobs.margin is None:
-        seen: set[str] = set()
+        last: dict[str, int] = {}
         for index in sorted(left, reverse=True):
-            if trace.groups[index].name not in seen:
-                seen.add(trace.groups[index].name)
+            if last.setdefault(trace.groups[index].name, trace.blocks[index]) == trace.blocks[index]:
                 stay.add(index)
     else:
         stay.update(left[:knobs.margin])

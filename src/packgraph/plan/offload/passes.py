@@ -90,11 +90,12 @@ class Passes:
         reload_at, ends = [KEPT] * len(nbytes), [0.0] * len(nbytes)
         held = peak = self.trace.other_bytes + self.trace.slots * kept
         waited = free_at = 0.0
-        following, before = 0, 0
+        following, before, blocks, block = 0, 0, self.trace.blocks, KEPT
         for index in order:
             now = self.backward_us[index] + waited
-            held -= before
-            before = nbytes[index]
+            if blocks[index] != block:
+                held, before, block = held - before, 0, blocks[index]
+            before += nbytes[index]
             while following < len(reloads):
                 due = reloads[following]
                 # What is needed now was not queued before only if there was no room.

@@ -18,13 +18,15 @@ The rules that engine and plan agree on (`plan/offload/simulate.py` is the speci
 * Start of group j's backward: memory of the group before it in backward order is given back; then the reloads of all
   groups i with `reload_at[i] == j` get their memory and are queued, those needed first at first; then, if j was moved,
   compute waits for its reload. A reload waits for its group's copy to the host, whatever the plan is.
+* What one module saves may be several groups, its *parts*, which move each for itself. Their backwards may be one, so
+  memory of none of them is given back before the backward of another module starts.
 * Copies of a direction run one after another, in the order in which they were queued; reloads are queued in the order
   in which backwards need them. (A small group that overtakes a large one for which there is no room yet could gain a
   little, and nobody could say any more which reloads are the best.)
 """
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 KEPT = -1  # reload_at of a group that does not move
 
@@ -36,7 +38,8 @@ class OffloadGroup:
     name: of the module (`plan/offload/rules.py`). layer: index. bytes: on the device, and of its buffer on the host.
     forward_us: from the start of the microbatch's forward to this group's commit. backward_us: from the start of the
     microbatch's backward to the start of this group's backward. Both count compute alone, without waiting for copies.
-    copies: how many tensors are copied, each of which has the latency of a copy.
+    copies: how many tensors are copied, each of which has the latency of a copy. part: number among those of its
+    module, which follow each other.
     """
 
     name: str
@@ -45,6 +48,7 @@ class OffloadGroup:
     forward_us: float
     backward_us: float
     copies: int = 1
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,11 @@ class OffloadTrace:
     def backward_order(self) -> tuple[int, ...]:
         """Indices of the groups as their backwards start; what starts at one time runs in reverse of the forward."""
         return tuple(sorted(range(len(self.groups)), key=lambda index: (self.groups[index].backward_us, -index)))
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Per group, the number of the module that it is a part of."""
+        return tuple(accumulate(int(group.part == 0) for group in self.groups))
 
     @cached_property
     def backward_place(self) -> dict[int, int]:

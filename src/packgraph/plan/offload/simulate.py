@@ -108,7 +108,7 @@ class _Run:
         self.backwards = [0.0] * len(trace.groups)
         self.forward_end, self.forward_memory = 0.0, 0
         self.release_at = plan.release_at or (KEPT,) * len(trace.groups)
-        self.running: int | None = None
+        self.running: list[int] = []
 
     def commit(self, index: int) -> None:
         now = self.trace.groups[index].forward_us + self.waited
@@ -127,14 +127,15 @@ class _Run:
 
     def start_backward(self, index: int) -> None:
         now = self._backward_time(self.trace.groups[index].backward_us)
-        self._end_running(now)
+        if self.running and self.trace.blocks[self.running[-1]] != self.trace.blocks[index]:
+            self._end_running(now)
         for group in self.due.get(index, ()):
             self._hold(now, self.trace.groups[group].bytes)
             self.reloaded[group] = self._queue(group, False, now)
         if self.plan.moves[index]:
             self._wait(self.reloaded[index], now)
         self.backwards[index] = self._backward_time(self.trace.groups[index].backward_us)
-        self.running = index
+        self.running.append(index)
 
     def end_backward(self) -> OffloadTimeline:
         end = self._backward_time(self.trace.backward_us)
@@ -146,8 +147,9 @@ class _Run:
         return self.trace.forward_us + us + self.waited
 
     def _end_running(self, now: float) -> None:
-        if self.running is not None:
-            self._hold(now, -self.trace.groups[self.running].bytes)
+        if self.running:
+            self._hold(now, -sum(self.trace.groups[index].bytes for index in self.running))
+        self.running = []
 
     def _give_back(self, now: float, left: int) -> float:
         """The time at which compute goes on."""
