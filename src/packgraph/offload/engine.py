@@ -205,7 +205,7 @@ class Offload:
         self._looks += is_traced
         self._end_forward(lanes)
         times = None
-        if self._is_timed(lanes):
+        if self.times_graphs and lanes is not self.lanes:
             if self._captured_waits.lanes is not lanes:
                 self._captured_waits, lanes.timed = Waits(lanes), []
             times = PassTimes(self._captured_waits, captured=True)
@@ -213,10 +213,6 @@ class Offload:
             times = PassTimes(self._waits, captured=False)
         self._pass = Pass(lanes, times)
         return self._pass
-
-    def _is_timed(self, lanes: Lanes) -> bool:
-        """Whether these lanes are those of a capture that carries clocks."""
-        return self.times_graphs and lanes is not self.lanes and lanes is captured_lanes()
 
     def _open(self, now: Pass, name: str, layer: int, part: int = 0) -> Group:
         order = len(now.entries)
@@ -274,8 +270,8 @@ class Offload:
 
     def _wait(self, lanes: Lanes, copy: Copy) -> None:
         """Main waits for a copy; it is timed where passes are traced."""
-        if self._is_timed(lanes) and not copy.done and self._captured_waits.lanes is lanes:
-            self._captured_waits.wait(copy)
+        if self.times_graphs and lanes is not self.lanes and lanes is self._captured_waits.lanes and not copy.done:
+            self._captured_waits.wait(copy)  # not asked of `captured_lanes`: backwards may run in a thread of their own
         elif self.plan is None and lanes is self.lanes and not copy.done and not capturing():
             self._waits.wait(copy)
         else:

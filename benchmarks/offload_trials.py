@@ -1,0 +1,108 @@
+"""How plans of offloading get better when they are made again by what graphs took.
+
+    python benchmarks/offload_trials.py --model qwen3-8b --layers 8 --tokens 8192 [--compile] [--trials 3]
+
+Trial 0 follows the plan that an eager microbatch gives, every further one the plan that the clocks in the graphs of the
+one before give; `kept` moves nothing. All graphs carry clocks. Each line tells milliseconds per microbatch (median), of
+them compute and waits of forward and backward by the clocks, gigabytes a second of copies, and what was planned.
+"""
+import argparse
+import json
+
+import torch
+
+from packgraph.bench.models import dtype_on, shape, zero_gradients
+from packgraph.bench.offload import OffloadOptions, _Run, _trace
+from packgraph.bench.parts import build_part
+from packgraph.bench.timing import free_unused, time_block
+from packgraph.bench.ways import room_for_code
+from packgraph.offload.engine import PARTS
+from packgraph.offload.speed import copy_speed
+from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace
+from packgraph.plan.offload.search import plan_for_time
+from packgraph.plan.offload.simulate import simulate_offload
+
+REPLAYS = 3
+
+
+def nothing(trace: OffloadTrace) -> OffloadPlan:
+    """Everything stays."""
+    count = len(trace.groups)
+    return OffloadPlan((False,) * count, (KEPT,) * count, 1)
+
+
+def waits_ms(engine) -> tuple[float, float]:
+    """How long main has waited in the forward and in the backward, by clocks, in the last replay."""
+    times = max(engine._captured, key=lambda times: times.nbytes)
+    begin = next(iter(times.needed.values())).waits
+    spent = [times.lanes.elapsed_us(*wait) / 1000 for wait in times.waits.all]
+    return round(sum(spent[times.started.waits:begin]), 3), round(sum(spent[begin:]), 3)
+
+
+def _prepare(run: _Run, device: torch.device) -> int | None:
+    """Get ready; the most that was allocated at a time while graphs were captured, None on a CPU."""
+    build, most = run.way.graphed.build, list[int]()
+
+    def watched(given: object) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        build(given)
+        most.append(torch.cuda.max_memory_allocated(device) - before)
+
+    if device.type == "cuda":
+        run.way.graphed.build = watched
+    run.prepare()
+    return max(most, default=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--lost", type=float, default=0.01)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    asked = parser.parse_args()
+    device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device(asked.device)
+    options = OffloadOptions(asked.model, asked.layers, "layers", (asked.tokens,), lost=asked.lost, calls=2,
+                             min_bytes=2**20 if device.type == "cuda" else 1, compile=asked.compile)
+    with room_for_code():
+        run_trials(options, asked, device)
+
+
+def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch.device) -> None:
+    model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
+    zero_gradients([model])
+    speed = copy_speed(device, 2**28)
+    eager = _trace(options, model, device, asked.tokens)
+    plan, by = plan_for_time(eager, speed, asked.lost), speed
+    for name in ("kept", *(f"trial {number}" for number in range(asked.trials))):
+        free_unused(device)
+        policy = nothing if name == "kept" else (lambda trace, plan=plan: plan)
+        with _Run(options, model, device, asked.tokens, policy, PARTS) as run:
+            run.engine.times_graphs = True
+            allocated = _prepare(run, device)
+            laps = sorted(time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(asked.rounds))
+            trace, found = run.engine.replayed(speed)
+            row = {"model": options.model, "tokens": asked.tokens, "compile": bool(options.compile), "trial": name,
+                   "ms": round(laps[len(laps) // 2], 3), "eager_ms": round(eager.compute_us / 1000, 3),
+                   "forward_ms": round(trace.forward_us / 1000, 3), "backward_ms": round(trace.backward_us / 1000, 3),
+                   "waits_ms": waits_ms(run.engine), "pool_bytes": run.way.facts()["pool_bytes"], "allocated_bytes": allocated,
+                   "out_gb_s": round(found.to_host_bytes_per_us / 1000, 2),
+                   "back_gb_s": round(found.to_device_bytes_per_us / 1000, 2), "plain_gb_s": round(
+                       speed.to_host_bytes_per_us / 1000, 2)}
+            if name != "kept":
+                timeline = simulate_offload(eager, by, plan)
+                row |= {"moved_bytes": plan.moved_bytes, "planned_saved_bytes": plan.saved_bytes,
+                        "planned_lost": round(plan.lost, 5), "planned_waits_ms": round(timeline.exposed_us / 1000, 3),
+                        "room": eager.forward_room, "groups": len(plan.moves), "in_flight": plan.in_flight}
+                eager = OffloadTrace(trace.groups, trace.forward_us, trace.backward_us, forward_room=eager.forward_room)
+                by, plan = found, plan_for_time(eager, found, asked.lost)
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
