@@ -90,7 +90,8 @@ def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch
             row = {"model": options.model, "tokens": asked.tokens, "compile": bool(options.compile), "trial": name,
                    "ms": round(laps[len(laps) // 2], 3), "eager_ms": round(eager.compute_us / 1000, 3),
                    "forward_ms": round(trace.forward_us / 1000, 3), "backward_ms": round(trace.backward_us / 1000, 3),
-                   "waits_ms": waits_ms(run.engine), "pool_bytes": run.way.facts()["pool_bytes"], "allocated_bytes": allocated,
+                   "waits_ms": waits_ms(run.engine), "pool_bytes": run.way.facts()["pool_bytes"],
+                   "allocated_bytes": allocated,
                    "out_gb_s": round(found.to_host_bytes_per_us / 1000, 2),
                    "back_gb_s": round(found.to_device_bytes_per_us / 1000, 2), "plain_gb_s": round(
                        speed.to_host_bytes_per_us / 1000, 2)}

@@ -130,8 +130,8 @@ def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch)
     """At its own commit, where the plan gives its memory back, it is not even queued."""
     commit, left = Offload._commit, []
 
-    def launching(self, now, group):
-        commit(self, now, group)
+    def launching(self, now, group, *rest):
+        commit(self, now, group, *rest)
         if self.plan is not None:
             left.append(on_their_way(self, now.lanes))
             self.lanes.launched()
@@ -150,8 +150,8 @@ def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_t
         follow(self, trace, plan)
         del self._index[trace.groups[3].layer, trace.groups[3].name, 0]
 
-    def watched(self, now, group):
-        commit(self, now, group)
+    def watched(self, now, group, *rest):
+        commit(self, now, group, *rest)
         left.append((group.order, on_their_way(self, now.lanes)))
 
     monkeypatch.setattr(Offload, "follow", without_the_fourth)

@@ -164,7 +164,7 @@ def test_measured_layers_give_nearly_all_that_copies_can_take(widths: str, room:
     assert none.lost == 0 and none.saved_bytes > 0.84 * most, "without any waiting, too"
 
 
-@pytest.mark.parametrize(("widths", "whole", "parts"), [("qwen3-8b", 0.30, 0.37), ("moonlight", 0.18, 0.25)])
+@pytest.mark.parametrize(("widths", "whole", "parts"), [("qwen3-8b", 0.30, 0.34), ("moonlight", 0.18, 0.25)])
 def test_parts_of_layers_give_what_whole_layers_are_too_large_for(widths: str, whole: float, parts: float) -> None:
     """Shares of what is kept, at 1 % of the time; copies cannot take more than 0.42 and 0.30 of it."""
     room, found = 224 * 2**20, []

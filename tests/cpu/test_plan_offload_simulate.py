@@ -156,8 +156,10 @@ def test_to_give_back_what_has_left_costs_nothing(data: st.DataObject, trace: Of
     one, two = (simulate_offload(trace, speed, each) for each in (before, released))
     assert one.waits == two.waits and one.copies == two.copies and one.end == two.end
     assert two.peak_bytes <= one.peak_bytes
-    if plan.release_at and simulate_offload(trace, speed, plan).waits == one.waits:
-        assert two.peak_bytes <= simulate_offload(trace, speed, plan).peak_bytes, "as early as can be"
+    given = simulate_offload(trace, speed, plan)
+    # The same waits may stand at other places of the program, where no time passes between them.
+    if (given.waits, given.commits) == (one.waits, one.commits):
+        assert two.peak_bytes <= given.peak_bytes, "as early as can be"
 
 
 def changed(timeline: OffloadTimeline, copy: int, **values: float) -> OffloadTimeline:

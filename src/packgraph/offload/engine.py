@@ -195,7 +195,7 @@ class Offload:
             groups.append(self._open(now, name, layer, part))
             group.hand_over(memories, groups[-1])
         for group in groups:
-            self._commit(now, group)
+            self._commit(now, group, group is groups[-1])
 
     def _begin(self, lanes: Lanes) -> Pass:
         """Another pass. It is traced where it is an eager one of training, until there is a plan; where nobody makes
@@ -228,7 +228,7 @@ class Offload:
         now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
         return group
 
-    def _commit(self, now: Pass, group: Group) -> None:
+    def _commit(self, now: Pass, group: Group, is_last: bool) -> None:
         group.commit(partial(self._queued, now.lanes), postpone=self.postpones and now.lanes is self.lanes)
         for memory in group.memories.values():
             storage = memory.storage()
@@ -240,7 +240,7 @@ class Offload:
             now.leaving.append((leaves, weakref.ref(group)))
         self._release(now, place)
         if now.times is not None:
-            now.times.committed(group)
+            now.times.committed(group, is_last)
 
     def _release(self, now: Pass, place: int) -> None:
         """Main waits for what the plan gives back at the commits up to that of group `place`: a pass may lack the group

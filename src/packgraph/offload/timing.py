@@ -89,8 +89,8 @@ class PassTimes:
         self._passed, self._block = 0, 0
         self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()
 
-    def committed(self, group: Group) -> None:
-        """The next group is made."""
+    def committed(self, group: Group, is_last: bool) -> None:
+        """The next group is made. is_last: of its parts, all of which have been there."""
         block = (self.made[-1].block if self.made else 0) + (group.part == 0)
         self.made.append(_Made(group.name, group.layer, group.part, group.eligible_bytes, group.eligible_copies,
                                self.waits.mark(), block))
@@ -98,9 +98,10 @@ class PassTimes:
         if group.host is not None:
             self._leaving.append((weakref.ref(group), group.eligible_bytes))
         self.scopes.add(self.lanes.scope)
-        if self.room is not None:
+        if self.room is not None and is_last:
             self.room.made(self._held)  # with what main has waited for since the block opened: it was there until then
-        self._given_back()
+        if is_last:
+            self._given_back()
 
     def reached(self, group: Group, reloads: Sequence[Group]) -> None:
         """Backward has come to `group`; `reloads` begin now."""

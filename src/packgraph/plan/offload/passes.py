@@ -61,7 +61,7 @@ class Passes:
         ends, sizes = np.zeros((count, len(self.bytes) + 1)), np.zeros((count, len(self.bytes) + 1), dtype=np.int64)
         queued, released = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         for index, nbytes in enumerate(self.bytes):
-            held += nbytes
+            held += self.trace.arriving[index]
             np.maximum(peak, held, out=peak)
             moved, now = moves[:, index], self.forward_us[index] + waited
             free_at = np.where(moved, np.maximum(free_at, now) + self.out_us[index], free_at)

@@ -18,12 +18,15 @@ The rules that engine and plan agree on (`plan/offload/simulate.py` is the speci
 * Start of group j's backward: memory of the group before it in backward order is given back; then the reloads of all
   groups i with `reload_at[i] == j` get their memory and are queued, those needed first at first; then, if j was moved,
   compute waits for its reload. A reload waits for its group's copy to the host, whatever the plan is.
-* What one module saves may be several groups, its *parts*, which move each for itself. Their backwards may be one, so
-  memory of none of them is given back before the backward of another module starts.
+* What one module saves may be several groups, its *parts*, which move each for itself. All of them are there before the
+  first one's copy is queued. Their backwards may be one, so memory of none of them is given back before the backward of
+  another module starts.
 * Copies of a direction run one after another, in the order in which they were queued; reloads are queued in the order
   in which backwards need them. (A small group that overtakes a large one for which there is no room yet could gain a
   little, and nobody could say any more which reloads are the best.)
 """
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -100,7 +103,19 @@ class OffloadTrace:
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Per group, the number of the module that it is a part of."""
-        return tuple(accumulate(int(group.part == 0) for group in self.groups))
+        return tuple(accumulate(int(group.part == 0 or index == 0) for index, group in enumerate(self.groups)))
+
+    @cached_property
+    def arriving(self) -> tuple[int, ...]:
+        """Per group, the bytes that are new at its commit: those of all parts with the first one."""
+        sums = Counter[int]()
+        for group, block in zip(self.groups, self.blocks):
+            sums[block] += group.bytes
+        return tuple(sums[block] if first else 0 for block, first in zip(self.blocks, self._firsts))
+
+    @property
+    def _firsts(self) -> Iterator[bool]:
+        return (block != before for before, block in pairwise((0, *self.blocks)))
 
     @cached_property
     def backward_place(self) -> dict[int, int]:

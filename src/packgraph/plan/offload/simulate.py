@@ -112,7 +112,7 @@ class _Run:
 
     def commit(self, index: int) -> None:
         now = self.trace.groups[index].forward_us + self.waited
-        self._hold(now, self.trace.groups[index].bytes)
+        self._hold(now, self.trace.arriving[index])
         if self.plan.moves[index]:
             self.in_flight.append(self._queue(index, True, now))
             now = self._give_back(now, self.plan.in_flight)
