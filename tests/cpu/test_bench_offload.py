@@ -32,6 +32,14 @@ def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
     assert planned["moved_of_kept_for_backward"] == round(planned["moved_bytes"] / saved, 4)
     assert everything["fell_of_kept_for_backward"] == round(everything["fell_bytes"] / saved, 4) > 0
     assert planned["forward_room_bytes"] == 0, "nobody counts a CPU's memory"
+    assert planned["graph_compute_ms"] > 0 < planned["eager_compute_ms"] and planned["planned_out_gb_s"] == 50.0
+
+
+def test_ways_that_are_asked_for_are_compared_with_what_is_kept(capsys):
+    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --ways everything"
+    assert bench(words.split()) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["way"] for row in rows] == ["kept", "everything"] and "time_ratio" in rows[1]
 
 
 def test_where_nothing_can_be_kept_others_are_measured_and_compared_with_nothing(capsys):

@@ -21,7 +21,7 @@ from packgraph.bench.memory import MemoryOptions, bench_memory
 from packgraph.bench.models import SHAPES, shape
 from packgraph.bench.moe_ways import EXPERT_WAYS, MOE_WAYS
 from packgraph.bench.offload import COLUMNS as OFFLOAD_COLUMNS
-from packgraph.bench.offload import USUAL_MODULES, OffloadOptions, bench_offload
+from packgraph.bench.offload import OFFLOAD_WAYS, USUAL_MODULES, OffloadOptions, bench_offload
 from packgraph.bench.padding import COLUMNS as PADDING_COLUMNS
 from packgraph.bench.padding import PaddingOptions, bench_padding
 from packgraph.bench.parts import PARTS
@@ -128,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
 def _offload_options(offload: argparse.ArgumentParser) -> None:
     _work_options(offload, [8 * KILO, 16 * KILO], documents=64, models=("qwen3-8b", "tiny"))
     _part_option(offload, "layers")
+    offload.add_argument("--ways", nargs="+", choices=OFFLOAD_WAYS, default=list(OFFLOAD_WAYS), metavar="WAY",
+                         help=f"those of {', '.join(OFFLOAD_WAYS)} to measure; kept always is (default: all)")
     offload.add_argument("--attention", choices=["auto", *CAPTURABLE], default="auto", help="(default: auto)")
     offload.add_argument("--modules", nargs="+", choices=MODULES, default=list(USUAL_MODULES), metavar="NAME",
                          help=f"what may move (default: {' '.join(USUAL_MODULES)})")
@@ -296,8 +298,8 @@ def _offload(asked: argparse.Namespace) -> int:
     # Half: torch may round what it pins up to a power of two.
     host_bytes = free_host_bytes() // 2 if asked.host_gib is None else int(asked.host_gib * 2**30)
     options = OffloadOptions(host_bytes=host_bytes, **_shared(  # type: ignore[arg-type]
-        asked, device, "layers", "part", "documents", "modules", "lost", "in_flight", "min_bytes", "rounds", "largest",
-        "compile", "attention", "draw"))
+        asked, device, "layers", "part", "documents", "ways", "modules", "lost", "in_flight", "min_bytes", "rounds",
+        "largest", "compile", "attention", "draw"))
     return _finish(rows, lambda: bench_offload(options, device, rows, Deadline(asked.seconds)), "bench offload",
                    OFFLOAD_COLUMNS)
 

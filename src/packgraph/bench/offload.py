@@ -57,14 +57,16 @@ COLUMNS: list[Column] = [
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """What to measure. modules: names that may move; those the model has not are left out. lost: share of the time that
-    the planned way may lose. largest: step in tokens of the search for the most that fit, 0 = no search. host_bytes: of
-    pinned memory that the search may take. draw: a folder for pictures of the plans."""
+    """What to measure. ways: beside `kept`, which the others are compared with. modules: names that may move; those the
+    model has not are left out. lost: share of the time that the planned way may lose. largest: step in tokens of the
+    search for the most that fit, 0 = no search. host_bytes: of pinned memory that the search may take. draw: a folder
+    for pictures of the plans."""
 
     model: str
     layers: int | None
     part: str
     tokens: tuple[int, ...]
+    ways: tuple[str, ...] = OFFLOAD_WAYS
     documents: int = 64
     modules: tuple[str, ...] = USUAL_MODULES
     lost: float = 0.01
@@ -91,9 +93,10 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
     model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
     zero_gradients([model])
     speed, known, on_host = copy_ceiling(device), dict.fromkeys(OFFLOAD_WAYS, 0), dict.fromkeys(OFFLOAD_WAYS, 0.0)
+    ways = [way for way in OFFLOAD_WAYS if way == "kept" or way in options.ways]
     for tokens in options.tokens:
         kept: Row | None = None
-        for way in OFFLOAD_WAYS:
+        for way in ways:
             with room_for_code():
                 found, reason = attempt_alone(partial(_measure, options, model, device, tokens, way, speed), deadline)
             free_unused(device)
@@ -102,7 +105,9 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
             on_host[way] = max(on_host[way], (found or {}).get("host_bytes", 0) / tokens)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
     if options.largest:
-        for way in OFFLOAD_WAYS[:2]:
+        for way in ways:
+            if way == "planned":
+                continue
             work = partial(_most_tokens, options, model, device, way, speed, deadline, known[way], on_host[way])
             most, reason = attempt_alone(work, deadline)
             tokens, stopped = most or (known[way], None)
