@@ -16,7 +16,6 @@ from packgraph.bench.offload import OffloadOptions, _Run, _trace
 from packgraph.bench.parts import build_part
 from packgraph.bench.timing import free_unused, time_block
 from packgraph.bench.ways import room_for_code
-from packgraph.offload.engine import PARTS
 from packgraph.offload.speed import copy_speed
 from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.plan.offload.search import plan_for_time
@@ -81,8 +80,8 @@ def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch
     plan, by = plan_for_time(eager, speed, asked.lost), speed
     for name in ("kept", *(f"trial {number}" for number in range(asked.trials))):
         free_unused(device)
-        policy = nothing if name == "kept" else (lambda trace, plan=plan: plan)
-        with _Run(options, model, device, asked.tokens, policy, PARTS) as run:
+        follows = eager, nothing(eager) if name == "kept" else plan
+        with _Run(options, model, device, asked.tokens, None, follows) as run:
             run.engine.times_graphs = True
             allocated = _prepare(run, device)
             laps = sorted(time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(asked.rounds))
@@ -100,8 +99,7 @@ def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch
                 row |= {"moved_bytes": plan.moved_bytes, "planned_saved_bytes": plan.saved_bytes,
                         "planned_lost": round(plan.lost, 5), "planned_waits_ms": round(timeline.exposed_us / 1000, 3),
                         "room": eager.forward_room, "groups": len(plan.moves), "in_flight": plan.in_flight}
-                eager = OffloadTrace(trace.groups, trace.forward_us, trace.backward_us, forward_room=eager.forward_room)
-                by, plan = found, plan_for_time(eager, found, asked.lost)
+                eager, by, plan = trace, found, plan_for_time(trace, found, asked.lost)
             print(json.dumps(row), flush=True)
 
 

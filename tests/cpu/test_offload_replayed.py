@@ -104,10 +104,10 @@ def test_nothing_is_said_of_passes_in_pieces_and_of_graphs_without_clocks(withou
     assert replayed(monkeypatch, nothing, **without)[1] is None
 
 
-def finish(folder, monkeypatch, **offload):
+def finish(folder, monkeypatch, granularity="chunk", **offload):
     options = OffloadConfig(modules=DENSE[1:4], min_bytes=1, margin=0, **offload) if offload else OffloadConfig()
     plain = tiny(graph=True, steps=8)
-    graphs = replace(plain.graph, strict=True, granularity="chunk")
+    graphs = replace(plain.graph, strict=True, granularity=granularity)
     run = trainer(folder, replace(plain, graph=graphs, offload=options), RandomPacks())
     if not offload:
         run.run(StopRequest())
@@ -125,9 +125,10 @@ def finish(folder, monkeypatch, **offload):
     return state, totals, plans
 
 
-def test_a_run_plans_again_by_its_graphs_and_stays_bitwise(tmp_path, monkeypatch):
+@pytest.mark.parametrize("granularity", ["chunk", "step"])
+def test_a_run_plans_again_by_its_graphs_and_stays_bitwise(granularity, tmp_path, monkeypatch):
     kept, _, _ = finish(tmp_path / "kept", monkeypatch)
-    state, totals, (first, second) = finish(tmp_path / "run", monkeypatch, lost=0.01)
+    state, totals, (first, second) = finish(tmp_path / "run", monkeypatch, granularity, lost=0.01)
     assert state.keys() == kept.keys() and all(torch.equal(state[name], kept[name]) for name in kept)
     assert second.measured.compute_us == pytest.approx(first.measured.compute_us * REPLAYED / EAGER)
     assert 0 <= second.plan.moved_bytes < first.plan.moved_bytes, "graphs hide less than eager work"

@@ -32,6 +32,9 @@ def test_the_picture_of_the_module_comes_true() -> None:
 def test_the_usual_margin_is_all_parts_of_the_last_layer() -> None:
     trace = compiled_trace("qwen3-8b", parts=4)
     stay = [group.layer for group, moves in zip(trace.groups, knob_moves(trace, OffloadKnobs())) if not moves]
+    for margin in (0, 1, 3):
+        moves = knob_moves(trace, OffloadKnobs(margin=margin))
+        assert [group.layer for group, moved in zip(trace.groups, moves) if not moved] == sorted([7, 6, 5][:margin] * 4)
     assert stay == [7, 7, 7, 7] and trace.blocks == tuple(layer for layer in range(1, 9) for _ in range(4))
 
 

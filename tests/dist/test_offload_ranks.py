@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from distkit import run_ranks
+from offloadtraces import make_trace
 from trainkit import tiny, trainer
 
 from packgraph.graphs.parameters import local_tensor
@@ -14,7 +15,7 @@ from packgraph.parallel.pieces import Pieces
 from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.offload_report import report_offloading
-from packgraph.train.offloading import Offloading, Planner
+from packgraph.train.offloading import TRIAL, Offloading, Planner
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -82,9 +83,12 @@ class Unplannable:
     """An engine whose plan cannot be made on the last rank."""
 
     def __init__(self, wrong):
-        self.trace, self.policy, self.wrong = object(), None, wrong
+        self.trace, self.policy, self.plan, self.wrong = object(), None, None, wrong
 
     def end_step(self):
+        pass
+
+    def forget_replays(self):
         pass
 
     def settle(self):
@@ -108,3 +112,36 @@ def plan_once(mesh):
 
 def test_what_cannot_be_planned_on_one_rank_ends_the_run_on_all():
     assert run_ranks(plan_once, 2) == [(("offload.budget = 1KiB: nothing fits",), [])] * 2
+
+
+class Replayed(Unplannable):
+    """An engine whose graphs are known on the first rank only."""
+
+    def __init__(self, trace, wrong=False):
+        super().__init__(False)
+        self.found, self.second = trace, wrong
+
+    def replayed(self, speed):
+        return None if self.found is None else (self.found, speed)
+
+    def follow(self, trace, plan):
+        if self.second:
+            raise ConfigError(["offload.lost = 0.1: not by graphs"])
+
+
+def plan_twice(mesh, wrong):
+    """(whether graphs are captured anew, whether that is final, by what was planned), at the trial's end."""
+    trace = make_trace([4, 4], [1.0, 1.0]) if mesh.rank == 0 else None
+    planner = Planner(OffloadConfig(modules=("core_attn",), lost=0.1), 0, 1)
+    offloading = Offloading([Replayed(trace, wrong)], [planner], 2, torch.device("cpu"), mesh.everyone())
+    assert not offloading.is_final and offloading.trial_steps == TRIAL
+    assert not offloading(2) and not offloading(3) and not offloading.is_final
+    try:
+        return offloading(2 + TRIAL), offloading(3 + TRIAL), offloading.is_final, offloading.planned_by
+    except ConfigError as error:
+        return error.problems
+
+
+def test_all_ranks_capture_anew_where_one_has_planned_by_its_graphs():
+    assert run_ranks(plan_twice, 2, False) == [(True, False, True, "graphs")] * 2
+    assert run_ranks(plan_twice, 2, True) == [("offload.lost = 0.1: not by graphs",)] * 2

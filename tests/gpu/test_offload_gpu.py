@@ -166,7 +166,7 @@ def test_a_run_that_plans_by_its_graphs_is_bitwise_one_that_does_not_offload(gra
         run.run(StopRequest())
         states.append(state_of(run))
         run.close()
-    assert plans and run.executor.prepare.is_final
+    assert run.executor.prepare.planned_by == "graphs" and len(plans) == 2
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 

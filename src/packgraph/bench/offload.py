@@ -138,7 +138,8 @@ class _Run:
     """One way, ready to run. Frees everything when it is closed."""
 
     def __init__(self, options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int,
-                 policy: Policy | None, parts: int = 1) -> None:
+                 policy: Policy | None, follows: tuple[OffloadTrace, OffloadPlan] | None = None) -> None:
+        """policy: makes the plan of what moves; follows: a plan of another run and its trace, None = neither."""
         capacity = Capacity(tokens, options.documents)
         drawn = draw_batches(capacity, options.calls, model.config.vocab_size, mean=options.mean, sigma=options.sigma,
                              seed=options.seed)
@@ -147,10 +148,12 @@ class _Run:
         work = Work(self.model, tokens, real=min(batch.num_tokens for batch in drawn))
         self.way = Graphed("chunk", work, [capacity], "chunk", options.compile)
         self.engine: Offload | None = None
-        if policy is not None:
+        if policy is not None or follows is not None:
             self.engine = Offload(options.modules, self.way.graphed.capture_backend.lanes, min_bytes=options.min_bytes,
-                                  in_flight=options.in_flight, policy=policy, parts=parts)
+                                  in_flight=options.in_flight, policy=policy, parts=1 if follows is None else PARTS)
             attach(self.engine, self.model)
+        if self.engine is not None and follows is not None:
+            self.engine.follow(*follows)
 
     def __enter__(self) -> "_Run":
         return self
@@ -176,7 +179,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
     known = {} if way != "kept" else {"kept_for_backward_bytes": _kept_bytes(options, model, device, tokens)}
     free_unused(device)
     before = held_bytes(device)
-    with _Run(options, model, device, tokens, policy, PARTS if traced is not None else 1) as run:
+    with _Run(options, model, device, tokens, policy, traced.followed if traced is not None else None) as run:
         run.prepare()
         free_unused(device)
         peak = peak_bytes(device, run.calls)
@@ -198,11 +201,18 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
 
 @dataclass(frozen=True)
 class _Traced:
-    """What a plan was made by. trace: None where nothing was traced. eager_us: compute of the first, eager trace."""
+    """What a plan was made by. trace: None where nothing was traced. eager_us: compute of the first, eager trace. plan:
+    of another run."""
 
     trace: OffloadTrace | None
     speed: CopySpeed
     eager_us: float = 0.0
+    plan: OffloadPlan | None = None
+
+    @property
+    def followed(self) -> tuple[OffloadTrace, OffloadPlan] | None:
+        """What a run of the same work is to follow."""
+        return None if self.trace is None or self.plan is None else (self.trace, self.plan)
 
 
 def _draw(options: OffloadOptions, name: str, traced: _Traced, plan: OffloadPlan | None) -> None:
@@ -242,8 +252,7 @@ def _policy(options: OffloadOptions, model: DecoderStack, device: torch.device, 
     eager = _trace(options, model, device, tokens)
     traced = _replayed(options, model, device, tokens, eager, speed)
     assert traced.trace is not None
-    plan = plan_for_time(traced.trace, traced.speed, options.lost)
-    return (lambda trace: plan), traced  # the run's own trace has the same groups, but its times hold waits
+    return None, replace(traced, plan=plan_for_time(traced.trace, traced.speed, options.lost))
 
 
 def _replayed(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, eager: OffloadTrace,
@@ -251,7 +260,7 @@ def _replayed(options: OffloadOptions, model: DecoderStack, device: torch.device
     """What graphs took that follow the plan made by eager microbatches. Raises RuntimeError where they are not known.
     """
     first = plan_for_time(eager, speed, options.lost)
-    with _Run(replace(options, calls=1), model, device, tokens, lambda trace: first, PARTS) as run:
+    with _Run(replace(options, calls=1), model, device, tokens, None, (eager, first)) as run:
         assert run.engine is not None
         run.engine.times_graphs = True
         run.prepare()
@@ -260,7 +269,7 @@ def _replayed(options: OffloadOptions, model: DecoderStack, device: torch.device
         found = run.engine.replayed(speed)
         if found is None:
             raise RuntimeError("no pass of the graphs holds all groups of the eager one")
-        return _Traced(replace(found[0], forward_room=eager.forward_room), found[1], eager.compute_us)
+        return _Traced(*found, eager.compute_us)
 
 
 def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int) -> OffloadTrace:

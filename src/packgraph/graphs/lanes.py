@@ -54,10 +54,12 @@ class DeviceMemory(NamedTuple):
 
 
 class TimedCopy(NamedTuple):
-    """A copy of `nbytes` on `lane` and the times, for `elapsed_us`, at which it began and ended."""
+    """A copy of so many tensors, `nbytes` together, on `lane`, and the times, for `elapsed_us`, at which it began and
+    ended."""
 
     lane: str
     nbytes: int
+    tensors: int
     began: Any
     ended: Any
 

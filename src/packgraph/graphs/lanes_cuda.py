@@ -94,7 +94,8 @@ class CudaLanes:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         if self.timed is not None:
-            self.timed.append(TimedCopy(lane, sum(target.numel() for target in targets), began, self._clock(stream)))
+            nbytes = sum(target.numel() for target in targets)
+            self.timed.append(TimedCopy(lane, nbytes, len(targets), began, self._clock(stream)))
         event = torch.cuda.Event()
         event.record(stream)
         host.last = Copy(lane, self.scope, held, event)

@@ -9,7 +9,7 @@ any number of microbatches may be in flight, in any order, and captured graphs o
 
 Before there is a plan everything eligible moves and comes back one group ahead: what a first step would not have room
 for would never be traced. Eager work and captures follow the plan from the next pass on; it does not change under
-graphs, since whoever wants another one attaches another engine, which modules notice.
+graphs: whoever follows another one gives up the graphs first, or attaches another engine, which modules notice.
 
 Eager passes may be slower than graphs: they wait for the host. So the graphs that follow a first plan can carry clocks
 (`times_graphs`), and `replayed` tells what they take, for a better plan and other graphs.
@@ -149,7 +149,7 @@ class Offload:
         known = [times for times in self._captured if times.is_replayed() and times.names() == named]
         if not known:
             return None
-        largest = max(known, key=lambda times: times.nbytes)
+        largest = max(reversed(known), key=lambda times: times.nbytes)  # the newest of equals
         found, times = largest.trace(), self._trace.bytes / largest.nbytes if largest.nbytes else 1.0
         groups = tuple(replace(group, forward_us=times * timed.forward_us, backward_us=times * timed.backward_us)
                        for group, timed in zip(self._trace.groups, found.groups))
@@ -207,7 +207,8 @@ class Offload:
         times = None
         if self.times_graphs and lanes is not self.lanes:
             if self._captured_waits.lanes is not lanes:
-                self._captured_waits, lanes.timed = Waits(lanes), []
+                self._captured_waits = Waits(lanes)
+            lanes.timed = [] if lanes.timed is None else lanes.timed
             times = PassTimes(self._captured_waits, captured=True)
         elif is_traced:
             times = PassTimes(self._waits, captured=False)

@@ -1,7 +1,7 @@
 """A group: what one module of one layer saves for its backward, of one microbatch, and its way to the host and back.
 
     pack     autograd saves a tensor      a handle takes its place; the memory behind it is noted
-    commit   the module's forward ends    what is large enough goes to the host, all of it as one copy
+    commit   the module's forward ends    what is large enough goes to the host, as one copy or in parts
     unpack   autograd wants the tensor    the group is reached: reloads start; main waits for its own; a view comes back
 
 What moves is memory, not tensors: q, k and v as views of one product are one copy and come back as the views they were,

@@ -24,7 +24,7 @@ from packgraph.offload.group import Group
 from packgraph.offload.room import Room
 from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
 
-LARGE = 2**23  # bytes of a copy that tells a speed
+LARGE = 2**21  # bytes of a copy that tells a speed
 
 
 class Mark(NamedTuple):
@@ -58,7 +58,8 @@ def copy_speed_of(lanes: Lanes, known: CopySpeed) -> CopySpeed:
     def speed(lane: str, otherwise: float) -> float:
         copies = [copy for copy in lanes.timed or () if copy.lane == lane and copy.nbytes >= LARGE]
         spent = sum(lanes.elapsed_us(copy.began, copy.ended) for copy in copies)
-        return sum(copy.nbytes for copy in copies) / spent if spent else otherwise
+        spent -= known.latency_us * sum(copy.tensors for copy in copies)  # plans add that for every tensor
+        return sum(copy.nbytes for copy in copies) / spent if spent > 0 else otherwise
 
     return replace(known, to_host_bytes_per_us=speed("out", known.to_host_bytes_per_us),
                    to_device_bytes_per_us=speed("back", known.to_device_bytes_per_us))
@@ -152,11 +153,13 @@ class PassTimes:
 
         groups, passed = [], 0.0
         begin, first = next(iter(self.needed.values())), dict[int, Mark]()
+        came, reached = 0.0, dict[int, float]()
         for order, mark in self.needed.items():
             first.setdefault(self.made[order].block, mark)
+            reached[order] = came = max(came, worked(begin, mark))  # clocks of one moment tell any order
         for order, made in enumerate(self.made):
             passed = max(passed, worked(self.started, made.mark))
-            needed = max(0.0, worked(begin, self.needed.get(order, first[made.block])))
+            needed = reached[order] if order in reached else max(0.0, worked(begin, first[made.block]))
             groups.append(OffloadGroup(made.name, made.layer, made.nbytes, passed, needed, max(1, made.copies),
                                        made.part))
         return OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups),

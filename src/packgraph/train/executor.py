@@ -39,10 +39,14 @@ class Counts:
 
 class Preparation(Protocol):
     """What else has to be ready before a step, and what it says of itself in summary.json. A call tells whether graphs
-    are to be captured anew; is_final: whether no call will tell that any more."""
+    are to be captured anew; is_final: whether no call will tell that any more; trial_steps: after the first capture,
+    until a call may tell that."""
 
     @property
     def is_final(self) -> bool: ...
+
+    @property
+    def trial_steps(self) -> int: ...
 
     def __call__(self, steps_done: int) -> bool: ...
 
@@ -115,7 +119,8 @@ class Executor:
         return loss, optimizer.step(learning_rate)
 
     def before_step(self, steps_done: int) -> bool:
-        """Capture all graphs when `steps_done` (of this process) is the end of warm-up; whether it did."""
+        """Capture all graphs when `steps_done` (of this process) is the end of warm-up, and where others are wanted;
+        whether it did."""
         if not self.begin_step(steps_done):
             return False
         self._warm = True
@@ -135,6 +140,10 @@ class Executor:
             self.free_graphs(None)
             return True
         return self._options.enabled and steps_done == self._options.warmup
+
+    def settles_after(self) -> int:
+        """The steps of this process after which the graphs that stay have been captured."""
+        return self._options.warmup + (0 if self.prepare is None else self.prepare.trial_steps)
 
     def lanes(self, chunk: int) -> Lanes | None:
         """The lanes that copy beside the work of this rank's chunk number `chunk`; None where there are no graphs."""

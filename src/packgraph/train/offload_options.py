@@ -15,7 +15,8 @@ class OffloadConfig:
         has to move for that with the least waiting moves. With one microbatch in flight the forward's may hold more by
         what the backward was seen to need beside its own (`forward_room`). none = no such limit.
     lost: share of a microbatch's time that may be lost to waiting for copies, such as 0.01: what saves most memory
-        within that moves. none = the options below alone decide, else they say what may move.
+        within that moves, by what graphs take once they have run for two steps; that may be less than at first. none =
+        the options below alone decide, else they say what may move.
     fraction: of the groups (one module of one layer each) that may move, those first in the forward move.
     min_bytes: tensors and groups smaller than that stay.
     margin: groups that stay because the backward needs them first; none = the last one of each module.

@@ -2,7 +2,8 @@
 
     runs/NAME/offload/  table.txt  rank0.svg  rank1.svg ...  trace.json, for chrome://tracing and ui.perfetto.dev
 
-Times are those that the plan predicts, from what warm-up and plain copies were measured to take.
+Times are those that the plan predicts, from what warm-up and plain copies were measured to take, then from what graphs
+and their copies did.
 """
 from collections.abc import Callable, Sequence
 from pathlib import Path

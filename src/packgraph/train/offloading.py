@@ -82,7 +82,7 @@ class Planner:
 class Offloading:
     """The engines of a rank, one for each chunk with layers. when_planned: called when all of them have a plan, and
     once more if that changes. planned_by: what took the times that plans count on. is_final: whether plans cannot
-    change any more."""
+    change any more. trial_steps: by graphs, before the second plan."""
 
     def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device,
                  everyone: dist.ProcessGroup | None, captures: bool = True) -> None:
@@ -91,7 +91,8 @@ class Offloading:
         self.engines, self.planners, self._warmup, self._device = list(engines), list(planners), warmup, device
         self._everyone = everyone
         self.planned_by = "eager microbatches"
-        self.is_final = not any(planner.by_times for planner in planners) or not captures
+        self.trial_steps = TRIAL if captures and any(planner.by_times for planner in planners) else 0
+        self.is_final = not self.trial_steps
         self.when_planned: Callable[[Offloading], None] | None = None
 
     def __call__(self, steps_done: int) -> bool:
@@ -103,7 +104,7 @@ class Offloading:
         changed = False
         if steps_done == self._warmup:
             self._first()
-        elif steps_done == self._warmup + TRIAL and not self.is_final:
+        elif steps_done == self._warmup + self.trial_steps and not self.is_final:
             changed = self._again()
             self.is_final = True
         if (steps_done == self._warmup or changed) and self.when_planned is not None:
@@ -115,6 +116,7 @@ class Offloading:
         problems = list[str]()
         speed = copy_speed(self._device) if self.engines else CopySpeed()
         for engine, policy in zip(self.engines, self.planners, strict=True):
+            engine.forget_replays()  # of graphs that have been given up since
             engine.times_graphs = not self.is_final
             if engine.plan is None:
                 engine.policy, policy.speed = policy, speed
@@ -126,21 +128,21 @@ class Offloading:
         self._agree(problems)
 
     def _again(self) -> bool:
-        """Plan by graphs; whether any plan of any rank is another one."""
+        """Plan by graphs; whether any rank has: its graphs are captured anew, without clocks."""
         problems, changed = list[str](), False
         for engine, planner in zip(self.engines, self.planners, strict=True):
             found = engine.replayed(planner.speed)
             engine.forget_replays()
             if found is None:
                 continue
-            self.planned_by, (trace, planner.speed) = "graphs", found
-            before = engine.plan
+            (trace, planner.speed), changed = found, True
             try:
                 engine.follow(trace, planner(trace))
             except ConfigError as error:
                 problems += error.problems
-            changed |= before is None or engine.plan is None or not before.does_as(engine.plan)
-        return any(self._agree(problems, changed))
+        if any(self._agree(problems, changed)):
+            self.planned_by = "graphs"
+        return self.planned_by == "graphs"
 
     def _agree(self, problems: list[str], told: bool = False) -> list[bool]:
         """What all ranks have told. Raises ConfigError with the problems of all of them."""
@@ -154,7 +156,7 @@ class Offloading:
 
     def summary(self) -> dict[str, Any]:
         """What was planned, for each chunk: groups and bytes of a microbatch, what the plan predicts, and the speed of
-        plain copies, which it counts on."""
+        copies, which it counts on: of plain ones, or of those in graphs."""
         plans = [(engine.trace, engine.plan, planner.speed)
                  for engine, planner in zip(self.engines, self.planners, strict=True)]
         return {"offload": [

@@ -75,7 +75,7 @@ class StageExecutor(Executor):
         return contextlib.nullcontext() if self._warm else eager(WARM_UP)
 
     def before_step(self, steps_done: int) -> bool:
-        """Capture all graphs when `steps_done` is the end of warm-up; whether it did."""
+        """Capture all graphs when `steps_done` is the end of warm-up, and where others are wanted; whether it did."""
         if not self.begin_step(steps_done):
             return False
         self._warm = True

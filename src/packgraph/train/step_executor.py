@@ -42,7 +42,8 @@ class StepExecutor(Executor):
         self._whole_vote = replica
 
     def before_step(self, steps_done: int) -> bool:
-        """Whether `steps_done` is the end of warm-up. Graphs of microbatches are captured when a step needs them."""
+        """Whether `steps_done` is the end of warm-up, or others are wanted. Graphs are captured when a step needs them.
+        """
         if not self.begin_step(steps_done):
             return False
         self._warm = True

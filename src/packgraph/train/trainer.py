@@ -252,11 +252,11 @@ class Trainer:
         return True
 
     def _time_rows(self) -> bool:
-        """With the first step after the capture done: measure what rows cost, and plan by that; whether it did.
+        """With the first step after the last capture done: measure what rows cost, and plan by that; whether it did.
         Collective."""
         steps, run = self.microbatches, self.config.run
         if not isinstance(steps, PlannedSteps) or steps.is_measured \
-                or self.step - self._resumed_at != self.config.graph.warmup + 1 \
+                or self.step - self._resumed_at != self.executor.settles_after() + 1 \
                 or not is_wanted(self.config.parallel.time_rows, self.device, run.deterministic):
             return False
         timed = time_row(self.executor, self.device, slowest_rank(self.mesh))

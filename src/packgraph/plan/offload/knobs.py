@@ -26,7 +26,7 @@ class OffloadKnobs:
     """What is set by hand. Raises ValueError with all reasons when it makes no sense.
 
     fraction: of the groups that may move, 0 to 1; those first in the forward move. min_bytes: smaller groups stay.
-    margin: so many groups stay that the backward needs first; None = the last one of each module.
+    margin: so many groups stay that the backward needs first, all parts of them; None = the last one of each module.
     delta_bytes_per_pp_rank: this many bytes more stay on each later rank of a pipeline. in_flight: copies to the host
     at one time.
     """
@@ -58,7 +58,8 @@ def knob_moves(trace: OffloadTrace, knobs: OffloadKnobs, pp_rank: int = 0) -> Mo
             if last.setdefault(trace.groups[index].name, trace.blocks[index]) == trace.blocks[index]:
                 stay.add(index)
     else:
-        stay.update(left[:knobs.margin])
+        first = list(dict.fromkeys(trace.blocks[index] for index in left))[:knobs.margin]
+        stay.update(index for index in left if trace.blocks[index] in first)
     kept = pp_rank * knobs.delta_bytes_per_pp_rank
     for index in left:
         if kept > 0 and index not in stay:

@@ -169,11 +169,6 @@ class OffloadPlan:
     compute_us: float = 0.0
     release_at: tuple[int, ...] = ()
 
-    def does_as(self, other: "OffloadPlan") -> bool:
-        """Whether both say the same of what moves and when, whatever they predict."""
-        return (self.moves, self.reload_at, self.release_at, self.in_flight) == (
-            other.moves, other.reload_at, other.release_at, other.in_flight)
-
     @property
     def hidden_us(self) -> float:
         """Copy time that passes while compute runs."""
