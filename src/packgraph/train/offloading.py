@@ -87,7 +87,7 @@ class Offloading:
     def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device,
                  everyone: dist.ProcessGroup | None, captures: bool = True) -> None:
         """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan before. everyone:
-        all ranks of the run, None = this process alone. captures: whether there will be graphs."""
+        all ranks of the run, None = this process alone. captures: whether there will be graphs of whole passes."""
         self.engines, self.planners, self._warmup, self._device = list(engines), list(planners), warmup, device
         self._everyone = everyone
         self.planned_by = "eager microbatches"
@@ -105,8 +105,8 @@ class Offloading:
         if steps_done == self._warmup:
             self._first()
         elif steps_done == self._warmup + self.trial_steps and not self.is_final:
-            changed = self._again()
-            self.is_final = True
+            self._again()
+            self.is_final = changed = True
         if (steps_done == self._warmup or changed) and self.when_planned is not None:
             self.when_planned(self)
         return changed
@@ -127,22 +127,21 @@ class Offloading:
                 problems += error.problems
         self._agree(problems)
 
-    def _again(self) -> bool:
-        """Plan by graphs; whether any rank has: its graphs are captured anew, without clocks."""
-        problems, changed = list[str](), False
+    def _again(self) -> None:
+        """Plan by graphs, where these lie as the plan needs it. All are captured anew, without clocks."""
+        problems, by_graphs = list[str](), False
         for engine, planner in zip(self.engines, self.planners, strict=True):
             found = engine.replayed(planner.speed)
             engine.forget_replays()
             if found is None:
                 continue
-            (trace, planner.speed), changed = found, True
+            (trace, planner.speed), by_graphs = found, True
             try:
                 engine.follow(trace, planner(trace))
             except ConfigError as error:
                 problems += error.problems
-        if any(self._agree(problems, changed)):
+        if any(self._agree(problems, by_graphs)):
             self.planned_by = "graphs"
-        return self.planned_by == "graphs"
 
     def _agree(self, problems: list[str], told: bool = False) -> list[bool]:
         """What all ranks have told. Raises ConfigError with the problems of all of them."""
@@ -187,7 +186,8 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
         attach(engine, chunk)
         engines.append(engine)
         planners.append(planner)
-    return Offloading(engines, planners, config.graph.warmup, device, mesh.everyone(), config.graph.enabled)
+    whole = config.graph.enabled and config.graph.granularity != "layer"
+    return Offloading(engines, planners, config.graph.warmup, device, mesh.everyone(), whole)
 
 
 def offload_problems(config: TrainConfig) -> list[str]:
