@@ -1,6 +1,6 @@
 """How plans of offloading get better when they are made again by what graphs took.
 
-    python benchmarks/offload_trials.py --model qwen3-8b --layers 8 --tokens 8192 [--compile] [--trials 3]
+    PYTHONPATH=src python benchmarks/offload_trials.py --model qwen3-8b [--tokens 8192] [--compile] [--trials 3]
 
 Trial 0 follows the plan that an eager microbatch gives, every further one the plan that the clocks in the graphs of the
 one before give; `kept` moves nothing. All graphs carry clocks. Each line tells milliseconds per microbatch (median), of
@@ -21,8 +21,6 @@ from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.plan.offload.search import plan_for_time
 from packgraph.plan.offload.simulate import simulate_offload
 
-REPLAYS = 3
-
 
 def nothing(trace: OffloadTrace) -> OffloadPlan:
     """Everything stays."""
@@ -36,22 +34,6 @@ def waits_ms(engine) -> tuple[float, float]:
     begin = next(iter(times.needed.values())).waits
     spent = [times.lanes.elapsed_us(*wait) / 1000 for wait in times.waits.all]
     return round(sum(spent[times.started.waits:begin]), 3), round(sum(spent[begin:]), 3)
-
-
-def _prepare(run: _Run, device: torch.device) -> int | None:
-    """Get ready; the most that was allocated at a time while graphs were captured, None on a CPU."""
-    build, most = run.way.graphed.build, list[int]()
-
-    def watched(given: object) -> None:
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        build(given)
-        most.append(torch.cuda.max_memory_allocated(device) - before)
-
-    if device.type == "cuda":
-        run.way.graphed.build = watched
-    run.prepare()
-    return max(most, default=None)
 
 
 def main() -> None:
@@ -80,20 +62,19 @@ def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch
     plan, by = plan_for_time(eager, speed, asked.lost), speed
     for name in ("kept", *(f"trial {number}" for number in range(asked.trials))):
         free_unused(device)
-        follows = eager, nothing(eager) if name == "kept" else plan
+        follows = eager, (nothing(eager) if name == "kept" else plan)
         with _Run(options, model, device, asked.tokens, None, follows) as run:
             run.engine.times_graphs = True
-            allocated = _prepare(run, device)
+            run.prepare()
             laps = sorted(time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(asked.rounds))
             trace, found = run.engine.replayed(speed)
             row = {"model": options.model, "tokens": asked.tokens, "compile": bool(options.compile), "trial": name,
                    "ms": round(laps[len(laps) // 2], 3), "eager_ms": round(eager.compute_us / 1000, 3),
                    "forward_ms": round(trace.forward_us / 1000, 3), "backward_ms": round(trace.backward_us / 1000, 3),
                    "waits_ms": waits_ms(run.engine), "pool_bytes": run.way.facts()["pool_bytes"],
-                   "allocated_bytes": allocated,
                    "out_gb_s": round(found.to_host_bytes_per_us / 1000, 2),
-                   "back_gb_s": round(found.to_device_bytes_per_us / 1000, 2), "plain_gb_s": round(
-                       speed.to_host_bytes_per_us / 1000, 2)}
+                   "back_gb_s": round(found.to_device_bytes_per_us / 1000, 2),
+                   "plain_gb_s": round(speed.to_host_bytes_per_us / 1000, 2)}
             if name != "kept":
                 timeline = simulate_offload(eager, by, plan)
                 row |= {"moved_bytes": plan.moved_bytes, "planned_saved_bytes": plan.saved_bytes,

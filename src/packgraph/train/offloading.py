@@ -81,8 +81,8 @@ class Planner:
 
 class Offloading:
     """The engines of a rank, one for each chunk with layers. when_planned: called when all of them have a plan, and
-    once more if that changes. planned_by: what took the times that plans count on. is_final: whether plans cannot
-    change any more. trial_steps: by graphs, before the second plan."""
+    again after the trial. planned_by: what took the times that plans count on. is_final: whether plans cannot change
+    any more. trial_steps: by graphs, before the second plan."""
 
     def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device,
                  everyone: dist.ProcessGroup | None, captures: bool = True) -> None:
@@ -113,8 +113,8 @@ class Offloading:
 
     def _first(self) -> None:
         """Plan by eager microbatches."""
-        problems = list[str]()
-        speed = copy_speed(self._device) if self.engines else CopySpeed()
+        problems, unplanned = list[str](), any(engine.plan is None for engine in self.engines)
+        speed = copy_speed(self._device) if unplanned else CopySpeed()
         for engine, policy in zip(self.engines, self.planners, strict=True):
             engine.forget_replays()  # of graphs that have been given up since
             engine.times_graphs = not self.is_final

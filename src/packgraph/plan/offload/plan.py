@@ -26,7 +26,6 @@ The rules that engine and plan agree on (`plan/offload/simulate.py` is the speci
   little, and nobody could say any more which reloads are the best.)
 """
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -111,11 +110,7 @@ class OffloadTrace:
         sums = Counter[int]()
         for group, block in zip(self.groups, self.blocks):
             sums[block] += group.bytes
-        return tuple(sums[block] if first else 0 for block, first in zip(self.blocks, self._firsts))
-
-    @property
-    def _firsts(self) -> Iterator[bool]:
-        return (block != before for before, block in pairwise((0, *self.blocks)))
+        return tuple(sums.pop(block, 0) for block in self.blocks)
 
     @cached_property
     def backward_place(self) -> dict[int, int]:
