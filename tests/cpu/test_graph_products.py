@@ -93,6 +93,15 @@ def test_weights_get_their_products_in_place_eagerly_and_in_graphs(added):
     assert names == ["aten._foreach_add_.List"], "that of the one bias"
 
 
+def test_weights_behind_hooks_of_saved_tensors_get_their_products_in_place(added):
+    """Such hooks, which offloading uses, make autograd hand out another tensor for the weight."""
+    expected = gradients(graphed(Chain()), "compare")
+    usual, added[:] = list(added), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        found = gradients(graphed(Chain()), "compare")
+    assert added == usual and same(expected, found)
+
+
 def test_zeros_come_first_where_there_is_no_gradient_yet():
     def forget(module):
         module.zero_grad(set_to_none=True)

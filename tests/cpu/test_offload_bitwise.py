@@ -166,20 +166,21 @@ def test_a_module_without_marks_is_refused():
 
 
 def test_a_compiled_layer_is_one_group():
+    """In bfloat16, where a product that is added to a gradient in place is rounded once, and not twice."""
     settings, batch = config(), PackedBatch.build([[1, 2, 3], [4, 5, 6, 7]], CAPACITIES[0])
     facts = []
     for modules in ((), ("core_attn",)):
-        model = DecoderModel(settings, seed=1)
+        model = DecoderModel(settings, seed=1).bfloat16()
         graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, compile="aot_eager")
         if modules:
             engine = Offload(modules, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand())
             engine.lanes.queues.late.add("out")
             attach(engine, model)
         torch.manual_seed(3)
-        for _ in range(2):
+        for _ in range(4):
             graphed(batch, torch.tensor(7)).backward()
         facts.append([parameter.grad.clone() for parameter in model.parameters()])
-        assert graphed.stats.replayed == 1
+        assert graphed.stats.replayed == 3
     assert same(*facts)
     assert [(group.name, group.layer) for group in engine.trace.groups] == [("layer", 0), ("layer", 1)]
 

@@ -153,6 +153,7 @@ class AddingCode:
 
     def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
         """What to add to, and whether it is the weight's `.grad`."""
+        weight = _leaf_behind(weight)
         if isinstance(weight, torch.nn.Parameter) and weight.data_ptr() not in self.shared and _adds(weight):
             with torch.no_grad():
                 if weight.grad is None:
@@ -160,6 +161,14 @@ class AddingCode:
             if _plain(weight.grad, weight):
                 return weight.grad, True
         return torch.zeros_like(weight.detach()), False
+
+
+def _leaf_behind(weight: Tensor) -> Tensor:
+    """The parameter that a backward's input is: where hooks of saved tensors were (those of offloading), autograd hands
+    out another tensor with the same memory, which has no `.grad` but knows who adds to it."""
+    if isinstance(weight, torch.nn.Parameter) or not (weight.is_leaf and weight.requires_grad):
+        return weight
+    return getattr(torch.autograd.graph.get_gradient_edge(weight).node, "variable", weight)
 
 
 def _adds(weight: torch.nn.Parameter) -> bool:
