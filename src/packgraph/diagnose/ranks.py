@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from packgraph.diagnose.compare import Difference
+from packgraph.diagnose.moments import RANKS_KINDS
 from packgraph.diagnose.one_process import OneProcessReport, compare_with_one_process
-from packgraph.diagnose.verify import RANKS_KINDS, VerifyReport, verify
+from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
