@@ -5,7 +5,7 @@
                      loss, gradients ──┘          └── global norm, parameters, buffers, random states
 
 A moment is live memory, and lasts until the next one is asked for: the update clips gradients in place. So whoever
-compares does it between two moments. What is compared, and when, is decided here alone.
+compares does it (or takes digests) between two moments. What is compared, and when, is decided here alone.
 """
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ KINDS = (LOSS, GRADIENTS, PARAMETERS, RANDOM)
 RANKS_KINDS = (LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM)  # of several processes, in the order of comparison
 
 Held = TypeVar("Held")
-Moment = Mapping[str, Mapping[str, Held]]  # kind -> name -> what is held
+Moment = Mapping[str, Mapping[str, Held]]  # kind -> name -> a tensor, or its digest
 
 
 @dataclass(frozen=True)
