@@ -5,7 +5,8 @@
                      loss, gradients ──┘          └── global norm, parameters, buffers, random states
 
 A moment is live memory, and lasts until the next one is asked for: the update clips gradients in place. So whoever
-compares does it (or takes digests) between two moments. What is compared, and when, is decided here alone.
+compares does it (or takes digests) between two moments. What is compared is decided here alone, however the runs are
+made: in lockstep (`verify.py`) or one after the other (`apart.py`).
 """
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -8,6 +8,8 @@ without differences and with replays means that every step agreed in every bit.
     eager:  random state E ─▶ forward, backward ─▶ update ─▶ E'
     graph:  random state G ─▶ forward, backward ─▶ update ─▶ G'      compared after each arrow
 
+Both models are in memory at once; where they do not fit, `apart.py` makes one run after the other.
+
 Of several processes each makes both runs and compares what it holds itself: its share of the loss, the gradients that
 its own microbatches have added up, its parts of the parameters. What ranks send each other is in both runs.
 """
