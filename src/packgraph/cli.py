@@ -18,8 +18,7 @@ USER_ERROR = 2
 FAILED = 1
 INTERRUPTED = 130
 PIPE_CLOSED = 141
-FEWEST_VERIFY_STEPS = 3
-OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps", "--skip-one-process")
+OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps", "--skip-one-process", "--apart")
 
 TRAIN_INTRODUCTION = """usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
 
@@ -36,7 +35,8 @@ summary.json.
 
 Options, with the defaults of {preset}:"""
 
-VERIFY_INTRODUCTION = """usage: packgraph verify [PRESET] [--steps N] [--config FILE] [--section.option VALUE ...]
+VERIFY_INTRODUCTION = """\
+usage: packgraph verify [PRESET] [--steps N] [--apart] [--config FILE] [--section.option VALUE ...]
        torchrun --nproc-per-node N -m packgraph.cli verify [PRESET] [--parallel.tp N ...] [--skip-one-process] ...
 
 Train twice, eagerly and through captured graphs, and compare loss, gradients, parameters, buffers (biases of routers)
@@ -50,6 +50,9 @@ whose limits are printed. For that, rank 0 holds the whole model once more.
 
   --steps N           optimizer steps to compare (default: 50 for a preset, 30 for each run without one)
   --skip-one-process  leave out the comparison with one process
+  --apart             make the eager run first and keep digests of all it computes, then the graph run: for models whose
+                      training state takes more than half of the memory. A difference names step and tensor, but no
+                      elements. With a preset only; under torchrun with --skip-one-process
 
 Options are those of `packgraph train`."""
 
@@ -170,6 +173,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--skip-one-process", action="store_true")
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     # Which words are options does not depend on the preset, only their defaults do.
     options, rest = split_overrides(words, next(iter(PRESETS.values()))(), OWN_OPTIONS)
@@ -216,8 +220,8 @@ def _train(words: list[str]) -> int:
         raise ConfigError([f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"])
     if own.steps is not None:
         raise ConfigError(["--steps: did you mean --run.steps?"])
-    if own.skip_one_process:
-        raise ConfigError(["--skip-one-process: an option of `packgraph verify`"])
+    if own.skip_one_process or own.apart:
+        raise ConfigError(["--skip-one-process and --apart are options of `packgraph verify`"])
     from packgraph.parallel.processes import Launch
     from packgraph.train.launch import train
     from packgraph.train.left_out import left_out_line
@@ -236,34 +240,15 @@ def _train(words: list[str]) -> int:
     return 0
 
 
-def _verify_problems(config: Any, steps: int | None) -> list[str]:
-    """Why nothing could be compared."""
-    problems = []
-    if steps is not None and steps < 1:
-        problems.append(f"--steps must be at least 1, got {steps}")
-    elif steps is not None and config is None and steps < FEWEST_VERIFY_STEPS:
-        problems.append(f"--steps {steps} is too few: the first steps are warm-up, replay begins with step "
-                        f"{FEWEST_VERIFY_STEPS}")
-    if config is not None and not config.graph.enabled:
-        problems.append("graph.enabled = false: verify compares graphs with eager training, so graphs must be on")
-    return problems
-
-
 def _verify(words: list[str]) -> int:
-    from packgraph.train.config import ConfigError
-
     config, own = _read(words)
     if own.help:
         print(VERIFY_INTRODUCTION)
         return 0
-    problems = _verify_problems(config, own.steps)
-    if problems:
-        raise ConfigError(problems)
     from packgraph.diagnose.command import verify_command
 
-    if config is not None:
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=own.steps or 50))
-    return 0 if verify_command(config, own.steps, one_process=not own.skip_one_process) else FAILED
+    equal = verify_command(config, own.steps, one_process=not own.skip_one_process, apart=own.apart)
+    return 0 if equal else FAILED
 
 
 def _plan_parser() -> argparse.ArgumentParser:

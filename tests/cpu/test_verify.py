@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from verifykit import break_gradient, break_random_state
 
 from packgraph import cli
 from packgraph.diagnose import command
 from packgraph.diagnose.compare import first_difference
 from packgraph.diagnose.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
 from packgraph.diagnose.verify import verify
-from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.graphs.graphed import graph
 from packgraph.graphs.step import GraphedStep
-from packgraph.packing.batch import PackedBatch
 from packgraph.train import executor
 from packgraph.train.random_state import random_states
 
@@ -54,26 +54,6 @@ def test_the_matrix_draws_all_capacities() -> None:
     assert {batch.capacity for batch in itertools.islice(random_packs(1), 30)} == set(CAPACITIES)
 
 
-def break_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the third step on, graphs leave something behind in one gradient buffer."""
-    original = GraphedModule.forward
-    name = "norm.weight"
-
-    def forward(self: GraphedModule, batch: PackedBatch, tokens: torch.Tensor) -> Any:
-        result = original(self, batch, tokens)
-        if self.stats.replayed == 1:
-            dict(self.named_parameters())[name].grad.add_(1e-3)  # type: ignore[union-attr]
-        return result
-
-    assert name in dict(verify_side().named_parameters())
-    monkeypatch.setattr(GraphedModule, "forward", forward)
-
-
-def verify_side() -> torch.nn.Module:
-    from packgraph.train.build import build_model
-    return build_model(tiny_config("layer", 0.0, 1), CPU)
-
-
 def test_a_broken_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     break_gradient(monkeypatch)
     report = verify("broken", tiny_config("layer", 0.0, 4), random_packs(1), CPU)
@@ -83,15 +63,7 @@ def test_a_broken_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = GraphedModule.forward
-
-    def forward(self: GraphedModule, *args: Any) -> Any:
-        result = original(self, *args)
-        if self.stats.replayed:
-            torch.rand(1)
-        return result
-
-    monkeypatch.setattr(GraphedModule, "forward", forward)
+    break_random_state(monkeypatch)
     report = verify("broken", tiny_config("chunk", 0.0, 3), random_packs(1), CPU)
     assert {kind: difference.name for kind, difference in report.differences.items()} == {"random states": "cpu"}
 

@@ -1,6 +1,7 @@
 """Bitwise comparison of named tensors: equal in every bit, or the first that is not, and by how much."""
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,22 +21,51 @@ class Difference:
         return f"step {self.step}: {self.name}: {self.size}"
 
 
+class Described(Protocol):
+    """A tensor, or what is kept of one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+Value = TypeVar("Value", bound=Described)
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same width, in the same shape, so that NaN equals NaN and -0 differs from 0.
+    """
+    return tensor.detach().view(INTEGER_OF_SIZE[tensor.element_size()])
+
+
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers of the same width, so that NaN equals NaN and -0 differs from 0."""
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(INTEGER_OF_SIZE[flat.element_size()]) if flat.numel() else flat
+    """The tensor's bits as flat integers of the same width."""
+    return as_integers(tensor.contiguous()).view(-1)
 
 
 def first_difference(step: int, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Difference | None:
     """The first name (in `expected`'s order) whose tensors are not equal bit by bit; None when all are."""
+    return first_unequal(step, expected, found, lambda left, right:
+                         None if torch.equal(bits(left), bits(right)) else _size(left, right))
+
+
+def first_unequal(step: int, expected: Mapping[str, Value], found: Mapping[str, Value],
+                  differs: Callable[[Value, Value], str | None]) -> Difference | None:
+    """The first name (in `expected`'s order) whose values are not equal; None when all are.
+
+    differs: of two values of one shape and dtype, what differs, in words; None where they are equal.
+    """
     for name in [*expected, *(name for name in found if name not in expected)]:
         if name not in expected or name not in found:
             return Difference(step, name, "only in the " + ("eager run" if name in expected else "graph run"))
         left, right = expected[name], found[name]
         if left.shape != right.shape or left.dtype != right.dtype:
             return Difference(step, name, f"{left.dtype} {list(left.shape)} against {right.dtype} {list(right.shape)}")
-        if not torch.equal(bits(left), bits(right)):
-            return Difference(step, name, _size(left, right))
+        size = differs(left, right)
+        if size is not None:
+            return Difference(step, name, size)
     return None
 
 

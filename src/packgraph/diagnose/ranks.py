@@ -1,6 +1,6 @@
 """Verifying a run over several processes: graphs against eager on every rank, and the run against one process.
 
-Every rank compares what it holds itself (`verify.py`), rank 0 also compares the run with one process
+Every rank compares what it holds itself (`verify.py`, or `apart.py`), rank 0 also compares the run with one process
 (`one_process.py`). The invariant: what one rank finds all of them know, so all end with the same verdict.
 """
 from collections.abc import Callable
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from packgraph.diagnose.apart import verify_apart
 from packgraph.diagnose.compare import Difference
+from packgraph.diagnose.moments import RANKS_KINDS
 from packgraph.diagnose.one_process import OneProcessReport, compare_with_one_process
-from packgraph.diagnose.verify import RANKS_KINDS, VerifyReport, verify
+from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
@@ -54,14 +56,16 @@ class RanksReport:
 
 
 def verify_ranks(title: str, config: TrainConfig, open_packs: Callable[[], Packs],
-                 device: torch.device, mesh: Mesh, *, one_process: bool = True,
+                 device: torch.device, mesh: Mesh, *, one_process: bool = True, apart: bool = False,
                  budget: Callable[[int], int] | None = None) -> RanksReport:
     """Compare `config.run.steps` steps; collective, every rank returns the same report.
 
     open_packs: the packs of the run from its beginning, the same on every rank. one_process: also compare with one
-    process, for which rank 0 needs memory for the whole model. budget: real tokens of a step.
+    process, for which rank 0 needs memory for the whole model. apart: make the eager run and the graph run one after
+    the other. budget: real tokens of a step.
     """
-    mine = verify(title, config, open_packs(), device, mesh=mesh, budget=budget)
+    mine = (verify_apart(title, config, open_packs, device, mesh=mesh, budget=budget) if apart else
+            verify(title, config, open_packs(), device, mesh=mesh, budget=budget))
     every: list[VerifyReport] = [mine] * mesh.world
     if mesh.world > 1:
         dist.all_gather_object(every, mine)

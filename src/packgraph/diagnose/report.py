@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from packgraph.diagnose.moments import KINDS, RANKS_KINDS
 from packgraph.diagnose.one_process import OneProcessReport
 from packgraph.diagnose.ranks import RanksReport
-from packgraph.diagnose.verify import KINDS, RANKS_KINDS, VerifyReport
+from packgraph.diagnose.verify import VerifyReport
 
 EQUAL = "bitwise equal"
 LIMITS_EXPLAINED = (

@@ -8,26 +8,22 @@ without differences and with replays means that every step agreed in every bit.
     eager:  random state E ─▶ forward, backward ─▶ update ─▶ E'
     graph:  random state G ─▶ forward, backward ─▶ update ─▶ G'      compared after each arrow
 
+Both models are in memory at once; where they do not fit, `apart.py` makes one run after the other.
+
 Of several processes each makes both runs and compares what it holds itself: its share of the loss, the gradients that
 its own microbatches have added up, its parts of the parameters. What ranks send each other is in both runs.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from packgraph.diagnose.compare import Difference, first_difference
+from packgraph.diagnose.moments import Held, Moment, Step, moments, some_in_flight, steps_of
 from packgraph.diagnose.side import Side
-from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.collect import parts_of
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
-from packgraph.train.step import Packs, take_step
-
-LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM = "loss", "gradients", "summed gradients", "parameters", "random states"
-KINDS = (LOSS, GRADIENTS, PARAMETERS, RANDOM)
-RANKS_KINDS = (LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM)  # of several processes, in the order of comparison
+from packgraph.train.step import Packs
 
 
 @dataclass
@@ -50,15 +46,22 @@ class VerifyReport:
         """Whether everything was equal and graphs were replayed at all."""
         return not self.differences and self.replayed > 0
 
-    def note(self, kind: str, difference: Difference | None) -> None:
-        """Keep the first difference of a kind."""
-        if difference is not None:
-            self.differences.setdefault(kind, difference)
+    def compare(self, step: Step, expected: Moment[Held], found: Moment[Held],
+                first: Callable[[int, Mapping[str, Held], Mapping[str, Held]], Difference | None]) -> None:
+        """Keep the first difference of every kind at a moment of both runs, as `first` finds it."""
+        for kind, values in expected.items():
+            difference = first(step.number, values, found[kind])
+            if difference is not None:
+                self.differences.setdefault(kind, difference)
 
+    def count(self, step: Step) -> None:
+        """Both runs have made this step."""
+        self.steps, self.microbatches = step.number, self.microbatches + len(step.batches)
 
-def some_in_flight(step: int) -> bool:
-    """Every third step runs all its forwards before its backwards."""
-    return step % 3 == 2
+    def read_counts(self, graph: Side) -> None:
+        """What the graph run has replayed and made again."""
+        totals = graph.executor.summary()
+        self.replayed, self.fallbacks, self.made_again = totals["replayed"], totals["fallbacks"], graph.made_again
 
 
 def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, *,
@@ -71,57 +74,27 @@ def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, 
     tokens of a step (default: run.tokens_per_step). Goes on after a difference of one kind, to report the first one
     of each: those of this rank.
     """
-    eager = Side(_without_graphs(config), device, mesh)
-    graph = Side(replace(config, graph=replace(config.graph, enabled=True)), device, mesh)
+    eager, graph = Side(without_graphs(config), device, mesh), Side(with_graphs(config), device, mesh)
     report = VerifyReport(title)
     try:
-        for step in range(config.run.steps):
-            batches = take_step(packs, config.run.tokens_per_step if budget is None else budget(step))
-            if not batches:
-                break
-            _compare_step(step, eager, graph, batches, in_flight(step), config, report)
-            report.steps, report.microbatches = step + 1, report.microbatches + len(batches)
-        totals = graph.executor.summary()
-        report.replayed, report.fallbacks = totals["replayed"], totals["fallbacks"]
-        report.made_again = graph.made_again
+        for step in steps_of(config, packs, in_flight, budget):
+            for expected, found in zip(moments(eager, step, config), moments(graph, step, config), strict=True):
+                report.compare(step, expected, found, first_difference)
+            report.count(step)
+        report.read_counts(graph)
     finally:
         graph.close()
         eager.close()
     return report
 
 
-def _without_graphs(config: TrainConfig) -> TrainConfig:
+def with_graphs(config: TrainConfig) -> TrainConfig:
+    """The training of the graph run."""
+    return replace(config, graph=replace(config.graph, enabled=True))
+
+
+def without_graphs(config: TrainConfig) -> TrainConfig:
     """The same training eagerly; where layers are compiled, the compiled code that graphs are captured from: what is
     compared is capture and replay, not the compiler."""
     eager = {"warmup": config.run.steps + 1} if config.graph.compile else {"enabled": False}
     return replace(config, graph=replace(config.graph, **eager))  # type: ignore[arg-type]
-
-
-def _compare_step(step: int, eager: Side, graph: Side, batches: list[PackedBatch], in_flight: bool,
-                  config: TrainConfig, report: VerifyReport) -> None:
-    number, rate = step + 1, config.optimizer.learning_rate
-    if config.graph.optimizer:
-        # The update is part of the graph, so gradients can be seen only as it leaves them: clipped.
-        losses, norms = zip(*(side.whole_step(step, batches, rate) for side in (eager, graph)), strict=True)
-        _compare_gradients(number, eager, graph, losses, report)
-    else:
-        losses = tuple(side.gradients_of(step, batches, in_flight) for side in (eager, graph))
-        _compare_gradients(number, eager, graph, losses, report)
-        norms = tuple(side.optimizer.step(rate) for side in (eager, graph))
-    report.note(SUMMED if eager.mesh.world > 1 else GRADIENTS,
-                first_difference(number, {"global norm": norms[0]}, {"global norm": norms[1]}))
-    report.note(PARAMETERS, first_difference(number, eager.parameters(), graph.parameters()))
-    report.note(RANDOM, first_difference(number, eager.random, graph.random))
-
-
-def _compare_gradients(number: int, eager: Side, graph: Side, losses: tuple[Tensor, ...], report: VerifyReport) -> None:
-    report.note(LOSS, first_difference(number, {"loss": losses[0]}, {"loss": losses[1]}))
-    report.note(GRADIENTS, first_difference(number, eager.optimizer.gradients(), graph.optimizer.gradients()))
-    if eager.mesh.world > 1:
-        report.note(SUMMED, first_difference(number, _sums(eager), _sums(graph)))
-
-
-def _sums(side: Side) -> dict[str, Tensor]:
-    """The live memory of what this rank has of the gradients summed over ranks, by name and place."""
-    return {f"{name}, from element {list(corner)} on" if any(corner) else name: part
-            for name, found in side.reduced_gradients().items() for corner, part in parts_of(found)}
