@@ -51,6 +51,22 @@ def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
     assert differences(eager, train(graph(make_toy(), warmup=1), steps=4)) != []
 
 
+def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
+    """Old contents of a device that says it has no memory; another way would be to give up the capture."""
+    clone, full = torch.Tensor.clone, []
+
+    def no_memory(tensor):
+        if tensor.dtype is torch.uint8:
+            full.append(tensor)
+            raise torch.OutOfMemoryError("injected")
+        return clone(tensor)
+
+    eager = train(make_toy(), steps=4)
+    monkeypatch.setattr(torch.Tensor, "clone", no_memory)
+    graphed = graph(make_toy(), warmup=1, strict=True)
+    assert differences(eager, train(graphed, steps=4)) == [] and full and graphed.stats.replayed > 0
+
+
 def test_strict_raises_and_names_the_injected_error(monkeypatch):
     def fail(*args):
         raise RuntimeError("injected failure")

@@ -18,8 +18,10 @@ from packgraph.diagnose.command import verify_problems
 from packgraph.diagnose.digest import DIFFERS
 from packgraph.diagnose.matrix import budget_of, random_packs, tiny_config, tiny_experts_config
 from packgraph.diagnose.verify import VerifyReport, verify
+from packgraph.train.executor import Executor
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.options import ParallelConfig, TrainConfig
+from packgraph.train.overflow import Overflow
 from packgraph.train.presets import preset
 
 CPU = torch.device("cpu")
@@ -57,6 +59,16 @@ def test_right_runs_have_the_report_of_the_lockstep(config: TrainConfig) -> None
 def test_steps_that_are_made_again_have_the_report_of_the_lockstep() -> None:
     lockstep, apart = both(with_stash(steps=4))
     assert lockstep == apart and apart.good and apart.made_again > 0
+
+
+def test_graphs_are_gone_before_there_is_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the old memory; near the limit of a device both do not fit."""
+    events, free, room = [], Executor.free_graphs, Overflow.make_room
+    monkeypatch.setattr(Executor, "free_graphs", lambda self, bucket: (events.append("free"), free(self, bucket))[1])
+    monkeypatch.setattr(Overflow, "make_room", lambda self, *args: (events.append("room"), room(self, *args))[1])
+    report = verify_apart("run", with_stash(steps=4), lambda: random_packs(1), CPU, budget=budget_of)
+    assert report.made_again > 0
+    assert all(events[place - 1] == "free" for place, event in enumerate(events) if event == "room")
 
 
 def test_packs_may_end_before_the_steps_do() -> None:

@@ -12,6 +12,7 @@ copies' speed comes from a profile of one more replay, their ceiling from plain 
 the most tokens are looked for with which the first and the second way still run, from the most that were measured on;
 what is known when the time is up is told as "at least". With --draw FOLDER plans are drawn as SVG and as Chrome traces.
 """
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,7 +120,8 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
 def _identity(options: OffloadOptions, model: DecoderStack, tokens: int, way: str, reason: str | None) -> Row:
     return {"benchmark": "offload", "way": way, "part": options.part, "model": options.model, "tokens": tokens,
             "layers": model.config.num_layers, "documents": options.documents, "modules": list(options.modules),
-            "compile": bool(options.compile), "attention": model.attention_choice().name, "reason": reason}
+            "compile": bool(options.compile), "attention": model.attention_choice().name, "reason": reason,
+            "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")}  # copies in graphs depend on it
 
 
 def _ratios(found: Row | None, kept: Row | None) -> Row:

@@ -94,7 +94,8 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class Journal:
-    """Old contents of tensors that were written to, restored on request."""
+    """Old contents of tensors that were written to, restored on request. They wait on the host where the device has no
+    memory for them: a step's graph writes to all gradients, which may be more than is free."""
 
     def __init__(self) -> None:
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -104,7 +105,7 @@ class Journal:
         key = tensor.untyped_storage()._cdata
         if key not in self._saved:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            self._saved[key] = (whole, whole.clone())
+            self._saved[key] = (whole, _copied(whole))
 
     def restore(self) -> None:
         """Put the saved contents back, unseen by autograd, and forget them."""
@@ -116,6 +117,13 @@ class Journal:
     def written(self) -> list[torch.Tensor]:
         """The saved storages, as flat byte tensors."""
         return [whole for whole, _ in self._saved.values()]
+
+
+def _copied(whole: torch.Tensor) -> torch.Tensor:
+    try:
+        return whole.clone()
+    except torch.OutOfMemoryError:
+        return torch.empty_like(whole, device="cpu").copy_(whole)
 
 
 @contextlib.contextmanager
