@@ -65,7 +65,7 @@ def compiled_trace(widths: str, forward_room: int = 0, parts: int = 1) -> Offloa
 
 @st.composite
 def small_traces(draw: st.DrawFn, least: int = 0, most: int = 6) -> OffloadTrace:
-    """Any order of backwards, groups of no bytes and of no time, parts, several slots."""
+    """Any order of backwards, groups of no bytes and of no time, parts, rooms, several slots."""
     count = draw(st.integers(least, most))
     sizes = draw(st.lists(st.integers(0, 30), min_size=count, max_size=count))
     ends = sorted(draw(st.lists(st.integers(0, 40), min_size=count, max_size=count)))
@@ -79,7 +79,9 @@ def small_traces(draw: st.DrawFn, least: int = 0, most: int = 6) -> OffloadTrace
                    for index, values in enumerate(zip(sizes, ends, starts)))
     return OffloadTrace(groups, max(ends, default=0) + draw(st.integers(0, 9)),
                         max(starts, default=0) + draw(st.integers(0, 9)), draw(st.integers(1, 3)),
-                        draw(st.sampled_from([0, 17])), draw(st.sampled_from([0, 6])))
+                        draw(st.sampled_from([0, 17])), draw(st.sampled_from([0, 6])),
+                        tuple(draw(st.lists(st.integers(0, 12), min_size=count, max_size=count)))
+                        if draw(st.booleans()) else ())
 
 
 def speeds() -> st.SearchStrategy[CopySpeed]:

@@ -29,10 +29,10 @@ def test_room_is_what_the_backward_needs_beyond_the_forward():
     room = Room(Told((15, 18), (26, 30), (28, 28), (18, 37), (8, 27)))
     room.made(10)
     room.made(20)  # 10 beside them at the most
-    room.reached(20, 20, 0)  # 8 between forward and backward
-    room.reached(10, 10, 10)  # 17 beside 20
-    room.reached(0, 0, 20)  # 17 beside 10: as much, but 10 less than before
-    assert room.nbytes == 7
+    room.reached(20, 20, 2)  # 8 between forward and backward
+    room.reached(10, 10, 1)  # 17 beside 20
+    room.reached(0, 0, 0)  # 17 beside 10
+    assert room.nbytes == 7 and room.of([0, 1, 2]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("looks", "nbytes"), [
@@ -43,18 +43,29 @@ def test_room_is_what_the_backward_needs_beyond_the_forward():
 def test_what_is_not_a_need_of_the_backward_does_not_count(looks, nbytes):
     room = Room(Told(*looks))
     room.made(10)
-    room.reached(10, 10, 0)
+    room.reached(10, 10, 1)
     room.reached(10, 10, 0)
     assert room.nbytes == nbytes
 
 
-def test_what_is_needed_when_groups_have_gone_counts_less():
-    room = Room(Told((30, 30), (30, 30), (10, 34), (0, 50)))
+def test_every_module_has_the_room_that_its_backward_leaves():
+    room = Room(Told((30, 30), (30, 30), (10, 34), (10, 36), (0, 50)))
     room.made(30)
-    room.reached(30, 30, 0)
-    room.reached(10, 10, 20)  # 4 beside 30
-    room.reached(0, 0, 30)  # 40 beside 10, which would be 20 beside 30
-    assert room.nbytes == 20
+    room.reached(30, 30, 3)
+    room.reached(10, 10, 2)  # 4 beside 30
+    room.reached(10, 15, 2)  # 26 beside 10
+    room.reached(0, 0, 1)  # 35 beside 15
+    assert room.nbytes == 35
+    assert room.of([1, 2, 2, 3]) == (0, 0, 0, 31), "nobody knows of the last; parts of a module have the same"
+
+
+def test_a_forward_may_be_what_takes_most():
+    room = Room(Told((10, 60), (10, 10), (10, 14), (10, 12)))
+    room.made(10)
+    room.reached(10, 10, 2)
+    room.reached(10, 10, 1)
+    room.reached(10, 10, 0)
+    assert room.nbytes == 0 and room.of([0, 1, 2]) == (0, 48, 46)
 
 
 @pytest.mark.parametrize(("policy", "looks"), [(False, engine.LOOKS), (True, engine.LOOKS + 4)])
@@ -68,8 +79,9 @@ def test_passes_are_traced_for_good_only_where_a_plan_will_end_it(policy, looks)
 def test_nobody_knows_without_an_allocator():
     room = Room(EmulatedLanes())
     room.made(10)
+    room.reached(10, 10, 1)
     room.reached(10, 10, 0)
-    assert room.nbytes == 0
+    assert room.nbytes == 0 and room.of([1]) == ()
 
 
 @pytest.mark.parametrize("measures", [False, True])
@@ -77,18 +89,18 @@ def test_groups_on_the_device_are_counted(measures, monkeypatch):
     """Up to all of them where nothing moves; else what copies have left, in flight and back for the next backward."""
     seen = []
     monkeypatch.setattr(Room, "made", lambda self, held: seen.append(held))
-    monkeypatch.setattr(Room, "reached", lambda self, before, after, passed: seen.append((before, after, passed)))
+    monkeypatch.setattr(Room, "reached", lambda self, before, after, module: seen.append((before, after, module)))
     _, engine, _ = train(config(layers=3), DENSE, counts=(1,), measures=measures, in_flight=1)
     sizes = [group.bytes for group in engine.trace.groups]
     made, reached = seen[:len(sizes)], seen[len(sizes):]
     if measures:
         assert made == [sum(sizes[:index + 1]) for index in range(len(sizes))]
-        assert reached == [(held, held, sum(sizes) - held) for held in reversed(made)]
+        assert reached == [(held, held, module) for module, held in reversed(list(enumerate(made, 1)))]
     else:
         assert made == [sizes[0], *(one + two for one, two in itertools.pairwise(sizes))], "one copy in flight"
         # Its own comes back with the one before it; what is next is already there.
         assert all(before < after <= sum(sizes) for before, after, _ in reached[:-1])
-    assert reached[-1][1:] == (sizes[0], sum(sizes[1:]))
+    assert reached[-1][1:] == (sizes[0], 1)
 
 
 def given_back_at(offset):

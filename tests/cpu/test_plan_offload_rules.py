@@ -135,8 +135,8 @@ def test_traces_survive_their_files(trace: OffloadTrace, speed: CopySpeed | None
     assert from_json(text) == (trace, speed)
     assert len(text.splitlines()) == 3 + max(len(trace.groups), 1)
     old = json.loads(text)
-    del old["trace"]["forward_room"]
-    assert from_json(json.dumps(old))[0] == replace(trace, forward_room=0), "files of before it was measured"
+    del old["trace"]["forward_room"], old["trace"]["backward_room"]
+    assert from_json(json.dumps(old))[0] == replace(trace, forward_room=0, backward_room=()), "before it was measured"
 
 
 def test_files_with_mistakes_are_refused_with_all_of_them() -> None:
@@ -153,6 +153,8 @@ def test_files_with_mistakes_are_refused_with_all_of_them() -> None:
         from_json(json.dumps(bad))
     for text, said in (("{", "is no JSON"), ("[]", "not 'list'"), ('{"format": "x"}', "not 'x'"),
                        (json.dumps(good | {"trace": 3}), "groups must be a list"),
+                       (json.dumps(good | {"trace": good["trace"] | {"backward_room": [1, 2.5]}}),
+                        "backward_room of trace must be a list of whole numbers, not .1, 2.5."),
                        (json.dumps(good | {"trace": good["trace"] | {"slots": 0}}), "slots is 0")):
         with pytest.raises(ValueError, match=said):
             from_json(text)

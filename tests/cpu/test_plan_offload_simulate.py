@@ -10,6 +10,7 @@ from offloadtraces import make_trace, small_traces, speeds
 from packgraph.plan.offload.check import timeline_errors
 from packgraph.plan.offload.passes import Passes
 from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.plan.offload.search import plan_for_time
 from packgraph.plan.offload.simulate import (
     Copy,
     OffloadTimeline,
@@ -52,6 +53,11 @@ def test_other_microbatches_hold_what_is_kept() -> None:
     assert plan.hidden_us == 30 and plan.lost == 0
 
 
+def nothing(trace: OffloadTrace) -> OffloadPlan:
+    """Everything stays."""
+    return OffloadPlan((False,) * len(trace.groups), (KEPT,) * len(trace.groups), 0)
+
+
 @st.composite
 def plans(draw: st.DrawFn, trace: OffloadTrace) -> OffloadPlan:
     """Any legal plan."""
@@ -78,7 +84,9 @@ def test_random_plans_keep_all_rules(data: st.DataObject, trace: OffloadTrace, s
     figures = predicted(trace, speed, plan)
     assert timeline.end == pytest.approx(trace.compute_us + figures.exposed_us)
     assert -1e-6 <= figures.exposed_us <= figures.copy_us + 1e-6
-    assert figures.peak_bytes >= trace.other_bytes + trace.slots * (trace.bytes - figures.moved_bytes)
+    stays = trace.slots * (trace.bytes - figures.moved_bytes)
+    assert figures.peak_bytes >= trace.other_bytes + max(0, stays - max(trace.backward_rooms, default=0))
+    assert predicted(trace, speed, nothing(trace)).peak_bytes == trace.kept_peak_bytes
 
 
 @given(st.data(), small_traces(), speeds())
@@ -146,6 +154,24 @@ def test_a_forward_may_lie_where_the_backward_has_its_gradients() -> None:
         trace = replace(FOUR, forward_room=room)
         assert predicted(trace, CopySpeed(0.8, 2.0, 0.0), plan).peak_bytes == peak, "no less than what is kept"
         assert predicted(replace(trace, slots=2), SPEED, plan).peak_bytes == 20 + 40, "beside others there is no room"
+
+
+def test_a_backward_has_groups_back_where_all_else_is_small() -> None:
+    """Two of four come back early, so 30 bytes are there from the first backward to the end of the second."""
+    plan = OffloadPlan((True, True, False, False), (2, 3, KEPT, KEPT), 4)
+    for rooms, peak in (((), 30), ((0, 0, 10, 10), 20), ((0, 10, 0, 10), 30), ((40, 40, 40, 40), 0)):
+        trace = replace(FOUR, forward_room=40, backward_room=rooms)
+        assert predicted(trace, CopySpeed(5.0, 5.0, 0.0), plan).peak_bytes == peak, rooms
+    third = (False, False, True, False)  # has to be on its way when the backward begins
+    for rooms, peak in (((), 40), ((0, 0, 0, 10), 30)):
+        trace = replace(FOUR, forward_room=40, backward_room=rooms)
+        assert plan_for_time(trace, SPEED, 0.0, third).peak_bytes == peak
+    kept = replace(FOUR, forward_room=40, backward_room=(0, 40, 40, 40))
+    assert kept.kept_peak_bytes == 10, "if nothing moves, what is needed last finds the others gone"
+    with pytest.raises(ValueError, match="4 groups and backward_room of 1"):
+        replace(FOUR, backward_room=(1,))
+    with pytest.raises(ValueError, match="the least backward_room is -1"):
+        replace(FOUR, backward_room=(1, 0, 0, -1))
 
 
 @given(st.data(), small_traces(), speeds())

@@ -87,7 +87,7 @@ class PassTimes:
         self.needed: dict[int, Mark] = {}
         self.scopes = {self.lanes.scope}
         self.room, self._held, self._running = None if captured else Room(self.lanes), 0, 0
-        self._passed, self._block = 0, 0
+        self._block = 0
         self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()
 
     def committed(self, group: Group, is_last: bool) -> None:
@@ -110,13 +110,12 @@ class PassTimes:
         self.scopes.add(self.lanes.scope)
         self._given_back()
         if (block := self.made[group.order].block) != self._block:
-            self._held, self._passed = self._held - self._running, self._passed + self._running
-            self._running, self._block = 0, block
+            self._held, self._running, self._block = self._held - self._running, 0, block
         before = self._held
         self._held += sum(other.eligible_bytes for other in reloads)
         self._running += group.eligible_bytes
         if self.room is not None:
-            self.room.reached(before, self._held, self._passed)
+            self.room.reached(before, self._held, block)
 
     def _given_back(self) -> None:
         while self._leaving:
@@ -162,5 +161,6 @@ class PassTimes:
             needed = reached[order] if order in reached else max(0.0, worked(begin, first[made.block]))
             groups.append(OffloadGroup(made.name, made.layer, made.nbytes, passed, needed, max(1, made.copies),
                                        made.part))
-        return OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups),
-                            forward_room=0 if self.room is None else self.room.nbytes)
+        found = OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups))
+        return found if self.room is None else replace(found, forward_room=self.room.nbytes, backward_room=self.room.of(
+            [made.block for made in self.made]))

@@ -12,8 +12,8 @@ class OffloadConfig:
     modules: what may move, of attn_norm, qkv_linear, core_attn, attn_proj, mamba_norm, mamba_scan, mlp_norm, mlp_act,
         expert_fc1 and moe_act; none = nothing. With graph.compile any of them means all that a layer saves.
     budget: device memory that groups may hold at a time, all microbatches in flight together, as 4GiB or 512MiB: what
-        has to move for that with the least waiting moves. With one microbatch in flight the forward's may hold more by
-        what the backward was seen to need beside its own (`forward_room`). none = no such limit.
+        has to move for that with the least waiting moves. With one microbatch in flight they may hold more wherever all
+        else was seen to take less than at its most. none = no such limit.
     lost: share of a microbatch's time that may be lost to waiting for copies, such as 0.01: what saves most memory
         within that moves, by what graphs take once they have run for two steps; that may be less than at first. none =
         the options below alone decide, else they say what may move.

@@ -54,7 +54,7 @@ class Planner:
 
     def __init__(self, options: OffloadConfig, rank: int, slots: int, one_pool: bool = True) -> None:
         """rank: of the pipeline. slots: microbatches in flight at most. one_pool: forwards and backwards take memory
-        from the same pool, so that a forward can have what its backward needs later."""
+        from the same pool, so that one can have what the other does not need now."""
         self._options, self._rank, self._slots, self._one_pool = options, rank, slots, one_pool
         self.speed = CopySpeed()
         self.planned: Planned | None = None
@@ -62,8 +62,9 @@ class Planner:
 
     def __call__(self, trace: OffloadTrace) -> OffloadPlan:
         """Raises ConfigError when what is asked for cannot be had."""
-        room = trace.forward_room if self._one_pool else 0
-        measured, speed, options = replace(trace, slots=self._slots, forward_room=room), self.speed, self._options
+        measured, speed, options = replace(trace, slots=self._slots), self.speed, self._options
+        if not self._one_pool:
+            measured = replace(measured, forward_room=0, backward_room=())
         knobs, budget = options.knobs(), options.budget_bytes()
         if budget is not None:
             try:

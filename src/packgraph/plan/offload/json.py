@@ -13,7 +13,8 @@ from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
 
 FORMAT = "packgraph offload trace 1"
 WHOLE = ("layer", "bytes", "copies", "part", "slots", "other_bytes", "forward_room")
-OPTIONAL = ("forward_room", "part")  # files of before there were any
+WHOLES = ("backward_room",)
+OPTIONAL = ("forward_room", "part", "backward_room")  # files of before there were any
 
 
 def to_json(trace: OffloadTrace, speed: CopySpeed | None = None) -> str:
@@ -65,12 +66,15 @@ def _values(kind: Any, found: Any, place: str, errors: list[str], without: tuple
                if name not in found and name not in OPTIONAL]
     for name in names:
         if name in found and not _fits(name, found[name]):
-            wanted = "text" if name == "name" else "a whole number" if name in WHOLE else "a number"
+            wanted = ("text" if name == "name" else "a list of whole numbers" if name in WHOLES else
+                      "a whole number" if name in WHOLE else "a number")
             errors.append(f"{name} of {place} must be {wanted}, not {found[name]!r}")
-    return found
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _fits(name: str, value: Any) -> bool:
     if name == "name":
         return isinstance(value, str)
+    if name in WHOLES:
+        return isinstance(value, list) and all(type(each) is int for each in value)
     return isinstance(value, int if name in WHOLE else (int, float)) and not isinstance(value, bool)

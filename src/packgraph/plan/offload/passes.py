@@ -9,8 +9,19 @@ by nobody, since those needed before it have theirs already, and those behind it
 with all other legal choices.)
 
 So with a higher limit no reload starts later, and the time lost can only fall.
+
+How early that is follows from sums. When reload r is queued those needed before it are there or gone, so with A bytes
+as the backward begins, M those of reloads before r, and P(q) those of all groups that are gone at place q, the device
+holds A + M - P(q) at every place q until r's own backward. So r may be queued behind the last place q before its own
+with
+
+    A + M + bytes of r - limit  >  P(q) + room of q
+
+and a stack of the places that are lower than all behind them finds that place by halving.
 """
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -21,8 +32,8 @@ Moves = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class Forwards:
-    """Of C forwards: time that compute waits, float [C]; the most that the device holds, beyond the trace's room, int64
-    [C]; what a microbatch keeps afterwards, int64 [C]."""
+    """Of C forwards: time that compute waits, float [C]; the most that the device holds until the backward begins,
+    beyond the trace's rooms, int64 [C]; what a microbatch keeps afterwards, int64 [C]."""
 
     exposed_us: np.ndarray
     peak_bytes: np.ndarray
@@ -31,7 +42,8 @@ class Forwards:
 
 @dataclass(frozen=True)
 class Backward:
-    """Of one backward: time that compute waits, the most that the device holds, where reloads start."""
+    """Of one backward: time that compute waits, the most that the device holds beyond the trace's rooms, where reloads
+    start."""
 
     exposed_us: float
     peak_bytes: int
@@ -49,6 +61,8 @@ class Passes:
         self.backward_us = [group.backward_us for group in groups]
         self.out_us = [speed.to_host_us(group) for group in groups]
         self.in_us = [speed.to_device_us(group) for group in groups]
+        self.rooms = [trace.backward_rooms[index] for index in trace.backward_order]  # in that order
+        self.gone = trace.gone
 
     def forwards(self, moves: np.ndarray, in_flight: np.ndarray) -> Forwards:
         """What C forwards cost that give memory back as `with_releases` says. moves: bool [C, groups]. in_flight: int64
@@ -75,41 +89,41 @@ class Passes:
                 held -= np.where(full, sizes[rows, released], 0)
                 released += full
                 full = (released < queued) & (ends[rows, released] <= now)
-        after = self.trace.other_bytes + self.trace.slots * kept
+        after = self.trace.other_bytes + self.trace.slots * kept - (self.rooms[0] if self.rooms else 0)
         return Forwards(waited + np.maximum(free_at - self.trace.forward_us - waited, 0.0),
-                        np.maximum(peak - self.trace.room, after), kept)
+                        np.maximum(np.maximum(peak - self.trace.room, after), self.trace.other_bytes), kept)
 
     def backward(self, moves: Moves, kept: int, limit: int, most_us: float = float("inf")) -> Backward | None:
-        """What the backward of `moves` costs, with reloads as early as `limit` bytes allow.
+        """What the backward of `moves` costs, with reloads as early as `limit` bytes allow, beyond the trace's rooms.
 
         A reload that its own backward has to start gets its memory beyond the limit, too: compare `peak_bytes`. None as
         soon as compute waits for more than `most_us`.
         """
-        order, nbytes, in_us = self.trace.backward_order, self.bytes, self.in_us
-        reloads = [index for index in order if moves[index]]
-        reload_at, ends = [KEPT] * len(nbytes), [0.0] * len(nbytes)
-        held = peak = self.trace.other_bytes + self.trace.slots * kept
+        begins = self.trace.other_bytes + self.trace.slots * kept
+        reload_at, coming = [KEPT] * len(moves), [0] * len(moves)  # bytes by the place at which their reload is queued
+        lowest, places, times = list[int](), list[int](), list[float]()
         waited = free_at = 0.0
-        following, before, blocks, block = 0, 0, self.trace.blocks, KEPT
-        for index in order:
+        needed = begins - limit
+        for place, index in enumerate(self.trace.backward_order):
             now = self.backward_us[index] + waited
-            if blocks[index] != block:
-                held, before, block = held - before, 0, blocks[index]
-            before += nbytes[index]
-            while following < len(reloads):
-                due = reloads[following]
-                # What is needed now was not queued before only if there was no room.
-                if held + nbytes[due] > limit and due != index:
-                    break
-                held += nbytes[due]
-                free_at = (free_at if free_at > now else now) + in_us[due]
-                ends[due] = free_at
-                reload_at[due] = index
-                following += 1
-            if held > peak:
-                peak = held
-            if moves[index] and ends[index] > now:
-                waited += ends[index] - now
-                if waited > most_us:
-                    return None
+            times.append(now)
+            if moves[index]:
+                needed += self.bytes[index]
+                behind = bisect_left(lowest, needed)
+                start = places[behind - 1] + 1 if behind else 0
+                coming[start] += self.bytes[index]
+                reload_at[index] = self.trace.backward_order[start]
+                free_at = (free_at if free_at > times[start] else times[start]) + self.in_us[index]
+                if free_at > now:
+                    waited += free_at - now
+                    if waited > most_us:
+                        return None
+            bound = self.gone[place] + self.rooms[place]
+            while lowest and lowest[-1] >= bound:
+                lowest.pop()
+                places.pop()
+            lowest.append(bound)
+            places.append(place)
+        held = (begins + come - gone - room for come, gone, room in zip(accumulate(coming), self.gone, self.rooms))
+        peak = max(self.trace.other_bytes, begins - (self.rooms[0] if self.rooms else 0), *held)
         return Backward(waited, peak, tuple(reload_at))

@@ -77,9 +77,10 @@ class OffloadTrace:
     groups: in forward order. forward_us, backward_us: compute of the whole forward and backward. slots: microbatches
     in flight at most, this one included; of a rank with several like chunks, those of all of them. other_bytes:
     everything else that the device holds at the same time, of which no plan gets rid (0: plans then speak of the groups
-    alone). forward_room: bytes by which all else is larger at the most in the backward than in the forward (gradients
-    of activations): the forward's groups may exceed the peak by so much. It counts with a single slot only; with more,
-    forwards run beside what others hold.
+    alone). All else (gradients of activations, temporaries) is not as large everywhere as at its largest, and groups
+    may exceed the peak by the difference: by forward_room bytes in the forward, and by backward_room, per group, from
+    the start of its backward until that of the next one (empty: by nothing). Rooms count with a single slot only; with
+    more, passes run beside what others hold.
     """
 
     groups: tuple[OffloadGroup, ...]
@@ -88,6 +89,7 @@ class OffloadTrace:
     slots: int = 1
     other_bytes: int = 0
     forward_room: int = 0
+    backward_room: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         errors = trace_errors(self)
@@ -117,10 +119,26 @@ class OffloadTrace:
         """Index of a group -> its place in `backward_order`."""
         return {index: place for place, index in enumerate(self.backward_order)}
 
+    @cached_property
+    def gone(self) -> tuple[int, ...]:
+        """In backward order, the bytes of the modules whose backwards are over as a group's own starts."""
+        found, gone, running, block = list[int](), 0, 0, KEPT
+        for index in self.backward_order:
+            if self.blocks[index] != block:
+                gone, running, block = gone + running, 0, self.blocks[index]
+            running += self.groups[index].bytes
+            found.append(gone)
+        return tuple(found)
+
     @property
     def room(self) -> int:
         """Bytes by which a forward may exceed the peak."""
         return self.forward_room if self.slots == 1 else 0
+
+    @cached_property
+    def backward_rooms(self) -> tuple[int, ...]:
+        """Per group, bytes by which its backward may exceed the peak."""
+        return self.backward_room if self.slots == 1 and self.backward_room else (0,) * len(self.groups)
 
     @property
     def bytes(self) -> int:
@@ -129,8 +147,10 @@ class OffloadTrace:
 
     @property
     def kept_peak_bytes(self) -> int:
-        """Peak memory when nothing moves."""
-        return self.other_bytes + self.slots * self.bytes
+        """Peak memory when nothing moves, beyond the rooms."""
+        backward = (self.bytes - gone - self.backward_rooms[index]
+                    for index, gone in zip(self.backward_order, self.gone))
+        return self.other_bytes + (self.slots - 1) * self.bytes + max(0, self.bytes - self.room, *backward)
 
     @property
     def compute_us(self) -> float:
@@ -148,7 +168,7 @@ class OffloadPlan:
     KEPT: when the forward ends; empty: KEPT for all.
 
     Predicted, per microbatch: peak_bytes and kept_peak_bytes of the device with and without the plan (all slots,
-    other_bytes included; of the forward what is beyond the trace's `room`), moved_bytes, host_bytes (pinned, all
+    other_bytes included, beyond the trace's rooms), moved_bytes, host_bytes (pinned, all
     slots), copy_us (both directions), exposed_us (compute waits for copies), compute_us (without waiting).
     """
 
@@ -184,7 +204,10 @@ def trace_errors(trace: OffloadTrace) -> list[str]:
     """Everything that no microbatch can have done; empty when the trace is possible."""
     errors = [f"{name} is {value}, must be at least {least}" for name, value, least in (
         ("slots", trace.slots, 1), ("other_bytes", trace.other_bytes, 0), ("forward_room", trace.forward_room, 0),
-        ("forward_us", trace.forward_us, 0), ("backward_us", trace.backward_us, 0)) if not value >= least]
+        ("forward_us", trace.forward_us, 0), ("backward_us", trace.backward_us, 0),
+        ("the least backward_room", min(trace.backward_room, default=0), 0)) if not value >= least]
+    if len(trace.backward_room) not in (0, len(trace.groups)):
+        errors.append(f"there are {len(trace.groups)} groups and backward_room of {len(trace.backward_room)}")
     before = 0.0
     for index, group in enumerate(trace.groups):
         told = f"group {index} ({group.name} of layer {group.layer})"

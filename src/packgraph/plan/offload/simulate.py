@@ -41,8 +41,8 @@ class OffloadTimeline:
 
     copies: in the order in which they were queued. waits: of compute, those of no length left out. commits, backwards:
     per group, when its forward has ended and when its backward starts, waits included. forward_end, end: of the
-    microbatch's forward and of all. memory: (time, bytes from then on), in the order of the program; the first
-    `forward_memory` of them are the forward's, which may exceed the peak by `room` bytes.
+    microbatch's forward and of all. memory: (time, bytes from then on), in the order of the program. rooms: by how much
+    each of these may exceed the peak. other_bytes: of the trace, below which no peak can be.
     """
 
     copies: tuple[Copy, ...]
@@ -52,8 +52,8 @@ class OffloadTimeline:
     forward_end: float
     end: float
     memory: tuple[tuple[float, int], ...]
-    forward_memory: int = 0
-    room: int = 0
+    rooms: tuple[int, ...]
+    other_bytes: int
 
     @property
     def exposed_us(self) -> float:
@@ -62,9 +62,8 @@ class OffloadTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the device holds; of the forward what is beyond its room."""
-        return max(held - (self.room if place < self.forward_memory else 0)
-                   for place, (_, held) in enumerate(self.memory))
+        """The most that the device holds beyond the rooms."""
+        return max(self.other_bytes, *(held - room for (_, held), room in zip(self.memory, self.rooms)))
 
     def copy_us(self, to_host: bool) -> float:
         """How long copies of one direction take together."""
@@ -93,6 +92,8 @@ class _Run:
         kept = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if not moves)
         self.held = trace.other_bytes + (trace.slots - 1) * kept
         self.memory = [(0.0, self.held)]
+        self.room = trace.room  # of the program's present place
+        self.rooms = [self.room]
         self.waited = 0.0
         self.free_at = {True: 0.0, False: 0.0}  # of the copy engines, by to_host
         self.copies: list[Copy] = []
@@ -106,7 +107,7 @@ class _Run:
         self.reloaded: dict[int, Copy] = {}
         self.commits = [0.0] * len(trace.groups)
         self.backwards = [0.0] * len(trace.groups)
-        self.forward_end, self.forward_memory = 0.0, 0
+        self.forward_end = 0.0
         self.release_at = plan.release_at or (KEPT,) * len(trace.groups)
         self.running: list[int] = []
 
@@ -122,13 +123,17 @@ class _Run:
 
     def end_forward(self) -> None:
         self._give_back(self.trace.forward_us + self.waited, 0)
-        self.forward_memory = len(self.memory) - 1  # the last is what the backward begins with
+        self.room = self.trace.backward_rooms[self.trace.backward_order[0]] if self.trace.groups else 0
+        self.rooms[-1] = min(self.rooms[-1], self.room)  # the last is what the backward begins with
         self.forward_end = self.trace.forward_us + self.waited
 
     def start_backward(self, index: int) -> None:
         now = self._backward_time(self.trace.groups[index].backward_us)
         if self.running and self.trace.blocks[self.running[-1]] != self.trace.blocks[index]:
             self._end_running(now)
+        if self.room != self.trace.backward_rooms[index]:
+            self.room = self.trace.backward_rooms[index]
+            self._hold(now, 0)
         for group in self.due.get(index, ()):
             self._hold(now, self.trace.groups[group].bytes)
             self.reloaded[group] = self._queue(group, False, now)
@@ -141,7 +146,7 @@ class _Run:
         end = self._backward_time(self.trace.backward_us)
         self._end_running(end)
         return OffloadTimeline(tuple(self.copies), tuple(self.waits), tuple(self.commits), tuple(self.backwards),
-                               self.forward_end, end, tuple(self.memory), self.forward_memory, self.trace.room)
+                               self.forward_end, end, tuple(self.memory), tuple(self.rooms), self.trace.other_bytes)
 
     def _backward_time(self, us: float) -> float:
         return self.trace.forward_us + us + self.waited
@@ -179,6 +184,7 @@ class _Run:
     def _hold(self, now: float, nbytes: int) -> None:
         self.held += nbytes
         self.memory.append((now, self.held))
+        self.rooms.append(self.room)
 
 
 def with_releases(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadPlan:
