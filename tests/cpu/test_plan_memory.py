@@ -3,9 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packgraph.graphs import memory_trace
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory.bank import BankModel, Lifetime, MemoryTrace, on_line
 from packgraph.plan.memory.caching import MEBIBYTE, CachingPool
+from packgraph.plan.memory.expandable import ExpandablePool
 from packgraph.plan.memory.first_fit import FirstFitPool, place_blocks
 
 KIB = 1024
@@ -107,8 +109,32 @@ def traces(draw, most=40):
     return MemoryTrace(tuple(blocks), draw(st.integers(0, 100)))
 
 
-def naive_reserved(captures):
-    naive = NaiveCaching()
+class NaiveExpandable(NaiveCaching):
+    """Two ranges of addresses; the last piece of each may be made larger."""
+
+    def __init__(self):
+        self.segments = [(False, []), (True, [])]
+
+    def allocate(self, nbytes, owner):
+        rounded = max(512, -(-nbytes // 512) * 512)
+        small = rounded <= MEBIBYTE
+        pieces = self.segments[small][1]
+        fitting = [(index == len(pieces) - 1, size, index) for index, (size, other) in enumerate(pieces)
+                   if other is None and size >= rounded]
+        if not fitting:
+            start = sum(size for size, _ in pieces)
+            if pieces and pieces[-1][1] is None:
+                start -= pieces.pop()[0]
+            page = (2 if small else 20) * MEBIBYTE
+            pieces.append([-(-(start + rounded) // page) * page - start, None])
+            fitting = [(True, 0, len(pieces) - 1)]
+        index = min(fitting)[2]
+        rest = pieces[index][0] - rounded
+        pieces[index : index + 1] = [[rounded, owner], *([[rest, None]] if rest else [])]
+
+
+def naive_reserved(captures, kind=NaiveCaching):
+    naive = kind()
     for blocks in captures:
         events = [(block.birth, number) for number, block in enumerate(blocks)]
         events += [(block.death, ~number) for number, block in enumerate(blocks) if block.death is not None]
@@ -122,12 +148,43 @@ def naive_reserved(captures):
     return naive.nbytes
 
 
-@given(st.lists(traces(most=20), min_size=1, max_size=3))
-def test_the_caching_model_is_its_naive_twin(captures):
-    pool = CachingPool()
+@pytest.mark.parametrize(("model", "naive"), [(CachingPool, NaiveCaching), (ExpandablePool, NaiveExpandable)])
+@given(captures=st.lists(traces(most=20), min_size=1, max_size=3))
+def test_models_of_the_allocator_are_their_naive_twins(model, naive, captures):
+    pool = model()
     for trace in captures:
         pool.replay(trace.blocks)
-    assert pool.nbytes == naive_reserved([trace.blocks for trace in captures])
+    assert pool.nbytes == naive_reserved([trace.blocks for trace in captures], naive)
+
+
+@pytest.mark.parametrize(("sizes", "reserved"), [
+    ([1], 2), ([MEBIBYTE] * 3, 4), ([MEBIBYTE + 1], 20), ([9 * MEBIBYTE] * 3, 40), ([11 * MEBIBYTE], 20),
+    ([33 * MEBIBYTE + 1, 300], 42)])
+def test_ranges_of_expandable_segments(sizes, reserved):
+    pool = ExpandablePool()
+    pool.replay(at_once(*sizes))
+    assert pool.nbytes == reserved * MEBIBYTE
+    pool.replay(at_once(sum(sizes)))
+    largest = 2 if sum(sizes) <= MEBIBYTE else -(-sum(sizes) // (20 * MEBIBYTE)) * 20
+    assert pool.nbytes <= (reserved + largest) * MEBIBYTE
+
+
+def test_the_end_of_a_range_is_taken_last_and_grows():
+    pool = ExpandablePool()
+    first, second, third = (pool.allocate(size * MEBIBYTE) for size in (14, 20, 20))
+    pool.free(first)
+    pool.free(third)
+    assert pool.nbytes == 60 * MEBIBYTE, "6 MiB at the end, with the last piece 26"
+    assert pool.allocate(5 * MEBIBYTE).offset == 0, "not at the end, though that would fit as well"
+    assert pool.allocate(30 * MEBIBYTE).offset == 34 * MEBIBYTE and pool.nbytes == 80 * MEBIBYTE
+    pool.free(second)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_allocators_settings_choose_the_model(expandable, monkeypatch):
+    monkeypatch.setattr(memory_trace, "expandable_segments", lambda: expandable)
+    assert memory_trace.pool_model("cuda") is (ExpandablePool if expandable else CachingPool)
+    assert memory_trace.pool_model("recorder") is FirstFitPool
 
 
 @given(traces())
@@ -135,11 +192,11 @@ def test_a_pool_holds_what_is_alive_at_once_and_is_whole_again_afterwards(trace)
     ticks = [block.birth for block in trace.blocks]
     most = max(sum(block.nbytes for block in trace.blocks
                    if block.birth <= tick and (block.death is None or block.death > tick)) for tick in ticks)
-    pool = CachingPool()
-    pool.replay(trace.blocks)
-    reserved = pool.nbytes
-    assert reserved >= most
-    assert sorted(pool._starts.values()) == sorted(pool.segments), "all free again, in whole segments"
+    for pool in (CachingPool(), ExpandablePool()):
+        pool.replay(trace.blocks)
+        assert pool.nbytes >= most
+        whole = sorted(size for size in pool.segments if size)
+        assert sorted(pool._starts.values()) == whole, "all free again, in whole segments"
 
 
 @given(traces())

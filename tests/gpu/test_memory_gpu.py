@@ -1,4 +1,7 @@
-"""Predicted pools against those of torch's allocator: random allocations, and layers of Qwen3-0.6B's shape."""
+"""Predicted pools against those of torch's allocator: random allocations, and layers of Qwen3-0.6B's shape.
+
+To be run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, too: another model answers then.
+"""
 import random
 
 import pytest
@@ -10,7 +13,6 @@ from packgraph.graphs.memory_trace import pool_model, trace_memory
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory.bank import BankModel, Lifetime
-from packgraph.plan.memory.caching import CachingPool
 from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
 
@@ -59,7 +61,7 @@ def test_the_model_reserves_what_torch_reserves(seed):
     for blocks in captures:
         with backend.window(pool, pool, None) as window:
             graphs.append(window.capture(lambda blocks=blocks: allocate(blocks))[0])
-    model = CachingPool()
+    model = pool_model("cuda")()
     for blocks in captures:
         model.replay(blocks)
     assert model.nbytes == pool.nbytes()

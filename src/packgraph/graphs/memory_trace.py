@@ -39,6 +39,7 @@ from packgraph.graphs.wrapper import as_in_training
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory.bank import BankMemory, BankModel, Lifetime, MemoryTrace, PoolModel
 from packgraph.plan.memory.caching import CachingPool
+from packgraph.plan.memory.expandable import ExpandablePool
 from packgraph.plan.memory.first_fit import FirstFitPool
 
 
@@ -64,8 +65,15 @@ def predict_bank(graphed: GraphedModule, traces: Mapping[Capacity, MemoryTrace],
 
 
 def pool_model(backend: str) -> Callable[[], PoolModel]:
-    """The model of the pools of a backend, by its name."""
-    return CachingPool if backend == "cuda" else FirstFitPool
+    """The model of the pools of a backend, by its name, and by the allocator's settings."""
+    if backend != "cuda":
+        return FirstFitPool
+    return ExpandablePool if expandable_segments() else CachingPool
+
+
+def expandable_segments() -> bool:
+    """Whether torch's allocator for CUDA was told `expandable_segments:True`."""
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 
 def _trace(program: Program, backend: Backend, observed: Observed, lends: bool, args: tuple[Any, ...]) -> MemoryTrace:

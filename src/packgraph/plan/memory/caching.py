@@ -5,8 +5,8 @@
 Blocks of up to 1 MiB come from segments of 2 MiB; larger ones from segments of 20 MiB, or, from 10 MiB on, from
 segments of their own in steps of 2 MiB. Among free blocks the smallest that is large enough is taken; what is left of
 it becomes a block of its own if it has 512 B (small) or more than 1 MiB (large), else it stays unused. Free neighbours
-are joined. Rules and constants: c10/cuda/CUDACachingAllocator.cpp with its default settings; expandable segments, and
-sizes rounded to divisions of powers of two, are not modelled.
+are joined. Rules and constants: c10/cuda/CUDACachingAllocator.cpp with its default settings (expandable segments:
+`expandable.py`); sizes rounded to divisions of powers of two are not modelled.
 """
 import bisect
 from collections.abc import Sequence
@@ -62,14 +62,12 @@ class CachingPool:
         """Hand out a piece for `nbytes` bytes."""
         rounded = max(SMALLEST, -(-nbytes // SMALLEST) * SMALLEST)
         small = rounded <= LARGEST_SMALL
-        fitting = bisect.bisect_left(self._free[small], (rounded, -1, -1))
-        if fitting == len(self._free[small]):
-            self._add_segment(rounded, small)
-            fitting = bisect.bisect_left(self._free[small], (rounded, -1, -1))
-        size, segment, offset = self._free[small][fitting]
+        if self._fitting(rounded, small) == len(self._free[small]):
+            self._add_memory(rounded, small)
+        size, segment, offset = self._free[small][self._fitting(rounded, small)]
         self._take((size, segment, offset), small)
         left = size - rounded
-        if left >= SMALLEST if small else left > LARGEST_SMALL:
+        if self._is_cut_off(left, small):
             self._give((left, segment, offset + rounded), small)
             size = rounded
         return Block(segment, offset, size, small)
@@ -88,7 +86,16 @@ class CachingPool:
             size += before
         self._give((size, segment, offset), block.small)
 
-    def _add_segment(self, rounded: int, small: bool) -> None:
+    def _fitting(self, rounded: int, small: bool) -> int:
+        """The place of the free piece to take; behind the last one where there is none."""
+        return bisect.bisect_left(self._free[small], (rounded, -1, -1))
+
+    def _is_cut_off(self, left: int, small: bool) -> bool:
+        """Whether what is left of a piece becomes one of its own."""
+        return left >= SMALLEST if small else left > LARGEST_SMALL
+
+    def _add_memory(self, rounded: int, small: bool) -> None:
+        """Reserve more, so that a piece fits."""
         own = -(-rounded // STEP) * STEP
         size = SMALL_SEGMENT if small else LARGE_SEGMENT if rounded < OWN_SEGMENT_FROM else own
         self.segments.append(size)
