@@ -8,12 +8,14 @@ them compute and waits of forward and backward by the clocks, gigabytes a second
 """
 import argparse
 import json
+import os
 
 import torch
 
 from packgraph.bench.models import dtype_on, shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _trace
 from packgraph.bench.parts import build_part
+from packgraph.bench.rows import facts
 from packgraph.bench.timing import free_unused, time_block
 from packgraph.bench.ways import room_for_code
 from packgraph.offload.speed import copy_speed
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="what rows say, where there is no git checkout")
     asked = parser.parse_args()
     device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device(asked.device)
     options = OffloadOptions(asked.model, asked.layers, "layers", (asked.tokens,), lost=asked.lost, calls=2,
@@ -68,7 +71,9 @@ def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch
             run.prepare()
             laps = sorted(time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(asked.rounds))
             trace, found = run.engine.replayed(speed)
-            row = {"model": options.model, "tokens": asked.tokens, "compile": bool(options.compile), "trial": name,
+            row = {"benchmark": "offload_trials", **facts(device, asked.commit), "figures": {},
+                   "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), "model": options.model,
+                   "tokens": asked.tokens, "compile": bool(options.compile), "trial": name,
                    "ms": round(laps[len(laps) // 2], 3), "eager_ms": round(eager.compute_us / 1000, 3),
                    "forward_ms": round(trace.forward_us / 1000, 3), "backward_ms": round(trace.backward_us / 1000, 3),
                    "waits_ms": waits_ms(run.engine), "pool_bytes": run.way.facts()["pool_bytes"],

@@ -2,13 +2,14 @@
 import gc
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from graphkit import differences, make_toy, toy_inputs, toy_loss, train
 from torch import nn
 
-from packgraph.graphs import build
+from packgraph.graphs import build, guard
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder import RecorderWindow
@@ -65,6 +66,17 @@ def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "clone", no_memory)
     graphed = graph(make_toy(), warmup=1, strict=True)
     assert differences(eager, train(graphed, steps=4)) == [] and full and graphed.stats.replayed > 0
+
+
+@pytest.mark.parametrize(("nbytes", "free", "fits"), [(100, 129, False), (100, 130, True), (99, 0, True)])
+def test_a_copy_leaves_the_device_what_the_process_has_needed(nbytes, free, fits, monkeypatch):
+    """20 of 70 bytes that are reserved are not used, and 50 more than now have been."""
+    monkeypatch.setattr(guard, "LARGE", 100)
+    for name, found in {"mem_get_info": (free, 0), "memory_allocated": 50, "memory_reserved": 70,
+                        "max_memory_allocated": 100}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    whole = SimpleNamespace(device=torch.device("cuda"), numel=lambda: nbytes)
+    assert guard._has_room(whole) == fits
 
 
 def test_strict_raises_and_names_the_injected_error(monkeypatch):

@@ -11,7 +11,7 @@ from packgraph import cli
 from packgraph.diagnose import command
 from packgraph.diagnose.compare import first_difference
 from packgraph.diagnose.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
-from packgraph.diagnose.verify import verify
+from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.step import GraphedStep
 from packgraph.train import executor
@@ -105,6 +105,8 @@ def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_replayed_is_no_success() -> None:
     config = tiny_config("layer", 0.0, 2)
     assert not verify("only warm-up", config, random_packs(1), CPU).good
+    for failed, good in ((0, True), (11, True), (12, False)):
+        assert VerifyReport("run", replayed=12, fallbacks={"warm-up": 99, "capture failed": failed}).good == good
 
 
 def test_verify_changes_no_random_state_of_its_own_draws() -> None:

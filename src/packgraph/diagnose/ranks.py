@@ -51,8 +51,8 @@ class RanksReport:
         return sorted(every, key=lambda one: (one.difference.step, RANKS_KINDS.index(one.kind), one.rank))
 
     def silent_ranks(self) -> list[int]:
-        """The ranks that replayed nothing, so that nothing was shown there."""
-        return [rank for rank, report in enumerate(self.ranks) if not report.replayed]
+        """The ranks that replayed hardly anything, so that nothing was shown there."""
+        return [rank for rank, report in enumerate(self.ranks) if not report.shows]
 
 
 def verify_ranks(title: str, config: TrainConfig, open_packs: Callable[[], Packs],

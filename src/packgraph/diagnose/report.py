@@ -34,8 +34,13 @@ def print_report(report: VerifyReport, console: Console) -> None:
     table.add_row("replayed / fallbacks", f"{report.replayed} / {fallbacks}")
     _add_made_again(table, report.made_again)
     console.print(table)
-    if report.replayed == 0:
-        console.print("Nothing was replayed, so nothing was shown: see the fallbacks above.", highlight=False)
+    if not report.shows:
+        console.print(f"{_how_much(report)} was replayed, so nothing was shown: see the fallbacks above.",
+                      highlight=False)
+
+
+def _how_much(report: VerifyReport) -> str:
+    return "Hardly anything" if report.replayed else "Nothing"
 
 
 def ranks_verdict(report: RanksReport, kind: str) -> str:
@@ -66,9 +71,9 @@ def print_ranks_report(report: RanksReport, console: Console) -> None:
     if found:
         console.print(f"First difference between eager and graph: {found[0].kind}: {found[0]}", highlight=False)
     if report.silent_ranks():
-        ranks = ", ".join(map(str, report.silent_ranks()))
-        console.print(f"Nothing was replayed on rank {ranks}, so nothing was shown there: see the fallbacks above.",
-                      highlight=False)
+        ranks, one = ", ".join(map(str, report.silent_ranks())), report.ranks[report.silent_ranks()[0]]
+        console.print(f"{_how_much(one)} was replayed on rank {ranks}, so nothing was shown there: see the fallbacks "
+                      "above.", highlight=False)
 
 
 def _add_made_again(table: Table, count: int) -> None:

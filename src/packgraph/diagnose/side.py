@@ -90,7 +90,7 @@ class Side:
     def _make_room(self) -> None:
         """More room for experts, and nothing left of the step that lacked it. Collective."""
         assert self.optimizer.overflow is not None
-        self.executor.free_graphs(None)  # first: they hold the old memory while the new is made
+        self.executor.free_graphs(None)  # first: they hold the old memory. Nothing runs: `agree` has been waited for
         self.optimizer.overflow.make_room()
         self.executor.rebuild()
         for block in moe_blocks(self.model.chunks):

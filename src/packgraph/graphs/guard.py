@@ -73,6 +73,7 @@ _SEEDING = ("torch.manual_seed", "torch.seed", "torch.random.manual_seed", "torc
 _SPARSE = {"_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_unsafe"}
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
+LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
 
@@ -120,10 +121,21 @@ class Journal:
 
 
 def _copied(whole: torch.Tensor) -> torch.Tensor:
-    try:
-        return whole.clone()
-    except torch.OutOfMemoryError:
-        return torch.empty_like(whole, device="cpu").copy_(whole)
+    if _has_room(whole):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return whole.clone()
+    return torch.empty_like(whole, device="cpu").copy_(whole)
+
+
+def _has_room(whole: torch.Tensor) -> bool:
+    """Whether a copy leaves the device what the process has needed beyond what it holds now: it stays there while the
+    rest of a step is rehearsed. Small ones do anyway."""
+    if whole.device.type != "cuda" or whole.numel() < LARGE:
+        return True
+    free, _ = torch.cuda.mem_get_info(whole.device)
+    held = torch.cuda.memory_allocated(whole.device)
+    free += torch.cuda.memory_reserved(whole.device) - held
+    return free - whole.numel() >= torch.cuda.max_memory_allocated(whole.device) - held
 
 
 @contextlib.contextmanager

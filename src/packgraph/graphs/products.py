@@ -168,7 +168,7 @@ def _leaf_behind(weight: Tensor) -> Tensor:
     out another tensor with the same memory, which has no `.grad` but knows who adds to it."""
     if isinstance(weight, torch.nn.Parameter) or not (weight.is_leaf and weight.requires_grad):
         return weight
-    return getattr(torch.autograd.graph.get_gradient_edge(weight).node, "variable", weight)
+    return torch.autograd.graph.get_gradient_edge(weight).node.variable  # type: ignore[attr-defined, no-any-return]
 
 
 def _adds(weight: torch.nn.Parameter) -> bool:
