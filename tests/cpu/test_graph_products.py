@@ -2,8 +2,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import packgraph
+from packgraph.graphs.fallback import SAVED_TENSOR_HOOKS
 from packgraph.graphs.opaque import CompiledCode
 from packgraph.graphs.products import AddingCode, Product, take_products
 from packgraph.moe.experts import Experts
@@ -100,6 +102,15 @@ def test_weights_behind_hooks_of_saved_tensors_get_their_products_in_place(added
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         found = gradients(graphed(Chain()), "compare")
     assert added == usual and same(expected, found)
+
+
+def test_a_checkpoint_around_a_compiled_module_is_an_eager_one():
+    """Its first call compiles ahead, which the checkpoint is not to see, and so does its backward."""
+    module = graphed(Chain(), strict=False)
+    for x in inputs():
+        checkpoint(module, x, use_reentrant=False).square().sum().backward()
+    assert same(gradients(graphed(Chain())), [p.grad for p in module.parameters()])
+    assert module.stats.captured == 0 and set(module.stats.fallbacks) == {SAVED_TENSOR_HOOKS}
 
 
 def test_zeros_come_first_where_there_is_no_gradient_yet():

@@ -92,8 +92,17 @@ def compile_ahead(program: Program, backend: Backend, observed: Observed,
 
     Raises CaptureError at the line of what cannot be compiled.
     """
-    with program.compiler.counting() if program.compiler is not None else contextlib.nullcontext():
+    watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+        if watched:  # by a checkpoint, say, which is not to see what this run saves beside the call
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        if program.compiler is not None:
+            stack.enter_context(program.compiler.counting())
         _once(program, backend, observed, args, kwargs, lambda work: work())
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _once(program: Program, backend: Backend, observed: Observed, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -179,12 +179,13 @@ class Compiler:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Within the block, one forward, it is found out which tensors several pieces use; backwards look it up."""
-        self._uses = Counter()
+        outside, self._uses = self._uses, Counter()
+        uses = self._uses
         try:
             yield
-            self._shared |= {address for address, uses in self._uses.items() if uses > 1}
+            self._shared |= {address for address, count in uses.items() if count > 1}
         finally:
-            self._uses = None
+            self._uses = outside  # a forward that is made again in its backward counts for itself
 
     def _note(self, arguments: Sequence[Any]) -> None:
         if self._uses is not None:
