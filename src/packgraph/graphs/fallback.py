@@ -6,6 +6,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 _BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=None)
 
 WARM_UP = "warm-up"
@@ -23,6 +25,11 @@ NOT_LEAVES = "parameters are not leaf parameters"
 OTHER_STATE = "an eager stage made another state than at capture (one region)"
 SAVED_TENSOR_HOOKS = "saved-tensor hooks are active (checkpoint or offload around the module)"
 NO_KEY = "an argument cannot be part of a key"
+
+
+def saved_tensors_are_watched() -> bool:
+    """Whether hooks of saved tensors are active (a checkpoint, offloading around the module)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -266,7 +266,7 @@ class GraphedModule(Wrapper):
             self._ask_for_refusal()
         if self._refusal is not None:
             return self._refusal.reason
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+        if fallback.saved_tensors_are_watched():
             return fallback.SAVED_TENSOR_HOOKS
         reason = undeclared(args, kwargs, self.capacities)
         if reason is None and self._warm_calls_left > 0:

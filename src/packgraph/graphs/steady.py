@@ -30,7 +30,7 @@ class Steady:
         the promise of a steady block.
         """
         if kwargs or fallback.bypass_reason() is not None or not torch.is_grad_enabled() or not self._module.training \
-                or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+                or fallback.saved_tensors_are_watched():
             return None
         return self._known.get(self._facts(args))
 

@@ -89,7 +89,7 @@ class Passes:
                 held -= np.where(full, sizes[rows, released], 0)
                 released += full
                 full = (released < queued) & (ends[rows, released] <= now)
-        after = self.trace.other_bytes + self.trace.slots * kept - (self.rooms[0] if self.rooms else 0)
+        after = self.trace.other_bytes + self.trace.slots * kept - self.trace.first_room
         return Forwards(waited + np.maximum(free_at - self.trace.forward_us - waited, 0.0),
                         np.maximum(np.maximum(peak - self.trace.room, after), self.trace.other_bytes), kept)
 
@@ -125,5 +125,5 @@ class Passes:
             lowest.append(bound)
             places.append(place)
         held = (begins + come - gone - room for come, gone, room in zip(accumulate(coming), self.gone, self.rooms))
-        peak = max(self.trace.other_bytes, begins - (self.rooms[0] if self.rooms else 0), *held)
+        peak = max(self.trace.other_bytes, begins - self.trace.first_room, *held)
         return Backward(waited, peak, tuple(reload_at))

@@ -141,6 +141,11 @@ class OffloadTrace:
         return self.backward_room if self.slots == 1 and self.backward_room else (0,) * len(self.groups)
 
     @property
+    def first_room(self) -> int:
+        """Bytes by which the peak may be exceeded as the backward begins."""
+        return self.backward_rooms[self.backward_order[0]] if self.groups else 0
+
+    @property
     def bytes(self) -> int:
         """Of all groups of one microbatch."""
         return sum(group.bytes for group in self.groups)

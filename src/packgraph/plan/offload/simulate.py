@@ -123,7 +123,7 @@ class _Run:
 
     def end_forward(self) -> None:
         self._give_back(self.trace.forward_us + self.waited, 0)
-        self.room = self.trace.backward_rooms[self.trace.backward_order[0]] if self.trace.groups else 0
+        self.room = self.trace.first_room
         self.rooms[-1] = min(self.rooms[-1], self.room)  # the last is what the backward begins with
         self.forward_end = self.trace.forward_us + self.waited
 
