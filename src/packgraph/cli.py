@@ -48,6 +48,8 @@ every layout of that many processes). A step that lacks room for experts is made
 is then also compared with one process: losses, gradients, weights and optimizer state must be equal within rounding,
 whose limits are printed. For that, rank 0 holds the whole model once more.
 
+The tables go to stdout, with how many rows of which size were compared. What takes long says on stderr where it is.
+
   --steps N           optimizer steps to compare (default: 50 for a preset, 30 for each run without one)
   --skip-one-process  leave out the comparison with one process
   --apart             make the eager run first and keep digests of all it computes, then the graph run: for models whose

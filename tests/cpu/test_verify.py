@@ -1,19 +1,23 @@
 """Verify finds nothing where graphs are right, and names the tensor where they are not."""
 import itertools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from verifykit import break_gradient, break_random_state
 
 from packgraph import cli
 from packgraph.diagnose import command
 from packgraph.diagnose.compare import first_difference
 from packgraph.diagnose.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
+from packgraph.diagnose.report import print_report
 from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.step import GraphedStep
+from packgraph.packing.capacity import Capacity
 from packgraph.train import executor
 from packgraph.train.random_state import random_states
 
@@ -100,6 +104,16 @@ def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch)
     report = verify("compiled", replace(config, graph=replace(config.graph, compile=True)), random_packs(1), CPU)
     assert report.good and [graphed.stats.compiled > 0 for graphed in made] == [True, True]
     assert made[0].stats.replayed == 0 < made[1].stats.replayed
+
+
+def test_rows_of_every_size_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    packs = list(itertools.islice(random_packs(1), 8))
+    report = verify("rows", tiny_config("layer", 0.0, 9), iter(packs), CPU)
+    assert report.rows == Counter(pack.capacity for pack in packs) and report.rows.total() == report.microbatches == 8
+    shown = VerifyReport("run", rows=Counter({Capacity(1024, 32): 80, Capacity(512, 16, 128): 1, Capacity(512, 16): 2}))
+    print_report(shown, Console(width=100))
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "sizes of rows 512x16x128: 1, 512x16: 2, 1024x32: 80 replayed / fallbacks" in text
 
 
 def test_nothing_replayed_is_no_success() -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -28,10 +29,12 @@ from packgraph.diagnose.one_process import (
     compare_with_one_process,
     relative_distance,
 )
+from packgraph.diagnose.pace import SILENT, Pace
 from packgraph.diagnose.ranks import RanksReport, verify_ranks
 from packgraph.diagnose.report import print_ranks_report, print_ranks_total
 from packgraph.diagnose.verify import VerifyReport
 from packgraph.graphs.graphed import GraphedModule
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.train.expert_balance import ExpertBalance
@@ -64,6 +67,7 @@ def test_right_runs_are_bitwise_equal_and_those_of_one_process(layout, granulari
     assert first == second, "all ranks know what every rank has found"
     assert first.good and not first.found() and not first.silent_ranks()
     assert [report.steps for report in first.ranks] == [5, 5] and first.one_process.steps == 5
+    assert all(report.rows.total() == report.microbatches > 0 for report in first.ranks)
     assert list(first.one_process.distances) == KINDS
     assert first.one_process.distances[FIRST_WEIGHTS].size == 0.0
     # Far enough from the limits that longer and deeper runs stay below, near enough that limits mean something.
@@ -91,6 +95,21 @@ def test_a_step_that_lacks_room_for_experts_is_made_again_before_it_is_compared(
     assert first == second and first.good
     assert first.ranks[0].made_again == first.ranks[1].made_again > 0
     assert "with more room for experts" in printed(first)
+
+
+def told(mesh, settings):
+    lines = []
+    report = verify_ranks("told", settings, packs, CPU, mesh, budget=budget_of,
+                          pace=Pace(lines.append, lambda: 0.0, every=0.0) if mesh.rank == 0 else SILENT)
+    return report, lines
+
+
+@pytest.mark.dist
+def test_how_far_the_comparisons_are_is_told():
+    (report, lines), (_, none) = run_ranks(told, 2, config(DP2, steps=3), layout=DP2)
+    assert report.good and none == []
+    assert lines == [f"{phase}{text}" for phase in ("", "against one process: ")
+                     for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")]
 
 
 def biases_left_alone(mesh, settings):
@@ -240,12 +259,14 @@ def printed(report):
 
 
 def test_what_the_table_says():
-    good = VerifyReport("", steps=4, microbatches=9, replayed=5, fallbacks={"warm-up": 4})
+    sizes = Counter({Capacity(1024, 32): 2, Capacity(512, 16): 7})
+    good = VerifyReport("", steps=4, microbatches=9, rows=sizes, replayed=5, fallbacks={"warm-up": 4})
     alone = OneProcessReport("float32", steps=4)
     alone.note(FIRST_WEIGHTS, 0, "norm.weight", 0.0)
     alone.note(LOSS, 2, "", 3e-7)
     text = printed(RanksReport("run", (good, good), alone))
     assert text.count("bitwise equal on every rank") == 6 and "10 / 8 warm-up" in text
+    assert "512x16: 7, 1024x32: 2" in text, "rows of the whole step, which every rank counts alike"
     assert "3e-07 of at most 1e-05 (step 2)" in text and "1 of 1 runs" in text and "rounded in another order" in text
     alone.note(GRADIENTS, 3, "norm.weight", 0.25)
     text = printed(RanksReport("run", (good, good), alone))

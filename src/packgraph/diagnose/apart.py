@@ -16,6 +16,7 @@ import torch
 
 from packgraph.diagnose.digest import Digest, Digester, first_digest_difference
 from packgraph.diagnose.moments import Moment, Step, moments, some_in_flight, steps_of
+from packgraph.diagnose.pace import SILENT, Pace
 from packgraph.diagnose.side import Side
 from packgraph.diagnose.verify import VerifyReport, with_graphs, without_graphs
 from packgraph.parallel.mesh import Mesh
@@ -25,23 +26,23 @@ from packgraph.train.step import Packs
 
 def verify_apart(title: str, config: TrainConfig, open_packs: Callable[[], Packs], device: torch.device, *,
                  mesh: Mesh | None = None, in_flight: Callable[[int], bool] = some_in_flight,
-                 budget: Callable[[int], int] | None = None) -> VerifyReport:
+                 budget: Callable[[int], int] | None = None, pace: Pace = SILENT) -> VerifyReport:
     """As `verify`, with one run in memory at a time.
 
     open_packs: the packs from their beginning; called once for each run, and must give the same both times.
     """
     digester, report = Digester(device), VerifyReport(title)
 
-    def made_steps(side: Side) -> Iterator[tuple[Step, list[Moment[Digest]]]]:
-        for step in steps_of(config, open_packs(), in_flight, budget):
+    def made_steps(phase: str, side: Side) -> Iterator[tuple[Step, list[Moment[Digest]]]]:
+        for step in pace.of(phase, config.run.steps, steps_of(config, open_packs(), in_flight, budget)):
             yield step, digester.digests(moments(side, step, config))
 
     with contextlib.closing(Side(without_graphs(config), device, mesh)) as side:
-        expected = [digests for _, digests in made_steps(side)]
+        expected = [digests for _, digests in made_steps("eager run", side)]
     del side
     _free(device)
     with contextlib.closing(Side(with_graphs(config), device, mesh)) as side:
-        for eager, (step, graph) in zip(expected, made_steps(side), strict=True):
+        for eager, (step, graph) in zip(expected, made_steps("graph run", side), strict=True):
             for before, now in zip(eager, graph, strict=True):
                 report.compare(step, before, now, first_digest_difference)
             report.count(step)

@@ -1,8 +1,10 @@
 """`packgraph verify`: run the comparisons that were asked for, in one process or in all that torchrun has started.
 
 In one process graphs are compared with eager training; over several each rank does so, and the run is compared with
-one process. Rank 0 alone prints. The invariant: every process returns the same verdict.
+one process. Rank 0 alone prints: tables to stdout, how far it is to stderr. The invariant: every process returns the
+same verdict.
 """
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from packgraph.diagnose.apart import verify_apart
 from packgraph.diagnose.matrix import default_matrix, ranks_matrix
+from packgraph.diagnose.pace import SILENT, Pace
 from packgraph.diagnose.ranks import RanksReport, verify_ranks
 from packgraph.diagnose.report import print_ranks_report, print_ranks_total, print_report, print_total
 from packgraph.diagnose.verify import VerifyReport, verify
@@ -45,10 +48,10 @@ def verify_command(config: TrainConfig | None, steps: int | None, *, one_process
         return _over_ranks(config, steps or MATRIX_STEPS, device, launch, one_process, apart)
     if config is None:
         return _shown(default_matrix(device, steps or MATRIX_STEPS))
-    made = config
+    made, pace = config, _pace(launch)
     if apart:
-        return _shown([verify_apart(made.preset, made, lambda: iter(open_data(made, device)), device)])
-    return _shown([verify(made.preset, made, iter(open_data(made, device)), device)])
+        return _shown([verify_apart(made.preset, made, lambda: iter(open_data(made, device)), device, pace=pace)])
+    return _shown([verify(made.preset, made, iter(open_data(made, device)), device, pace=pace)])
 
 
 def verify_problems(config: TrainConfig | None, steps: int | None, world: int, *, one_process: bool,
@@ -69,6 +72,10 @@ def verify_problems(config: TrainConfig | None, steps: int | None, world: int, *
         problems.append("--apart: the comparison with one process holds the whole model on rank 0 beside the run, so "
                         "two would have to fit after all; add --skip-one-process, or leave --apart out")
     return problems
+
+
+def _pace(launch: Launch) -> Pace:
+    return SILENT if launch.rank else Pace(lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def _shown(reports_as_done: Iterable[VerifyReport]) -> bool:
@@ -93,7 +100,7 @@ def _over_ranks(config: TrainConfig | None, steps: int, device: torch.device, la
             made = config
             title = f"{made.preset}, {mesh.layout}"
             reports_as_done = [verify_ranks(title, made, lambda: iter(open_data(made, device, launch.world)), device,
-                                            mesh, one_process=one_process, apart=apart)]
+                                            mesh, one_process=one_process, apart=apart, pace=_pace(launch))]
         for report in reports_as_done:
             print_ranks_report(report, console)
             reports.append(report)

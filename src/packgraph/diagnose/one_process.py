@@ -21,13 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.diagnose.copies import copies
+from packgraph.diagnose.moments import steps_of
+from packgraph.diagnose.pace import SILENT, Pace
 from packgraph.diagnose.side import Side
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import AXES, Mesh
 from packgraph.parallel.processes import on_first
 from packgraph.train.options import ParallelConfig, TrainConfig
-from packgraph.train.step import Packs, take_step
+from packgraph.train.step import Packs
 
 FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
     "first weights", "loss", "gradient norm", "gradients", "parameters", "copies of parameters", "optimizer state")
@@ -98,12 +100,12 @@ def relative_distance(found: Tensor, expected: Tensor, smallest: float = 0.0) ->
 
 
 def compare_with_one_process(config: TrainConfig, packs: Packs, device: torch.device, mesh: Mesh,
-                             budget: Callable[[int], int] | None = None) -> OneProcessReport:
+                             budget: Callable[[int], int] | None = None, pace: Pace = SILENT) -> OneProcessReport:
     """Compare `config.run.steps` steps of the run over `mesh` with one process, on rank 0, without dropout.
 
     packs: on the host, the same on every rank. budget: real tokens of a step (default: run.tokens_per_step).
-    Collective; all ranks return the report. Besides its own part, rank 0 needs memory for the whole model and its
-    optimizer.
+    pace: told how far it is. Collective; all ranks return the report. Besides its own part, rank 0 needs memory for the
+    whole model and its optimizer.
     """
     # The comparison stands between gradients and update, so the update cannot be in a graph with them.
     config = replace(config, model=replace(config.model, dropout=0.0), graph=replace(config.graph, optimizer=False))
@@ -112,12 +114,10 @@ def compare_with_one_process(config: TrainConfig, packs: Packs, device: torch.de
     alone = Side(_for_one(config), device) if mesh.rank == 0 else None
     try:
         _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.model.stored())
-        for step in range(config.run.steps):
-            batches = take_step(packs, config.run.tokens_per_step if budget is None else budget(step))
-            if not batches:
-                break
-            _one_step(step, run, alone, batches, config.optimizer.learning_rate, report)
-            report.steps = step + 1
+        steps = steps_of(config, packs, lambda step: False, budget)
+        for step in pace.of("against one process", config.run.steps, steps):
+            _one_step(step.index, run, alone, step.batches, config.optimizer.learning_rate, report)
+            report.steps = step.number
     finally:
         run.close()
     return on_first(mesh, lambda: report)

@@ -13,6 +13,7 @@ from packgraph.diagnose.apart import verify_apart
 from packgraph.diagnose.compare import Difference
 from packgraph.diagnose.moments import RANKS_KINDS
 from packgraph.diagnose.one_process import OneProcessReport, compare_with_one_process
+from packgraph.diagnose.pace import SILENT, Pace
 from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
@@ -57,17 +58,17 @@ class RanksReport:
 
 def verify_ranks(title: str, config: TrainConfig, open_packs: Callable[[], Packs],
                  device: torch.device, mesh: Mesh, *, one_process: bool = True, apart: bool = False,
-                 budget: Callable[[int], int] | None = None) -> RanksReport:
+                 budget: Callable[[int], int] | None = None, pace: Pace = SILENT) -> RanksReport:
     """Compare `config.run.steps` steps; collective, every rank returns the same report.
 
     open_packs: the packs of the run from its beginning, the same on every rank. one_process: also compare with one
     process, for which rank 0 needs memory for the whole model. apart: make the eager run and the graph run one after
-    the other. budget: real tokens of a step.
+    the other. budget: real tokens of a step. pace: told how far this rank is.
     """
-    mine = (verify_apart(title, config, open_packs, device, mesh=mesh, budget=budget) if apart else
-            verify(title, config, open_packs(), device, mesh=mesh, budget=budget))
+    mine = (verify_apart(title, config, open_packs, device, mesh=mesh, budget=budget, pace=pace) if apart else
+            verify(title, config, open_packs(), device, mesh=mesh, budget=budget, pace=pace))
     every: list[VerifyReport] = [mine] * mesh.world
     if mesh.world > 1:
         dist.all_gather_object(every, mine)
-    alone = compare_with_one_process(config, open_packs(), device, mesh, budget) if one_process else None
+    alone = compare_with_one_process(config, open_packs(), device, mesh, budget, pace) if one_process else None
     return RanksReport(title, tuple(every), alone)

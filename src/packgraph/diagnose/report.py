@@ -9,6 +9,7 @@ from packgraph.diagnose.moments import KINDS, RANKS_KINDS
 from packgraph.diagnose.one_process import OneProcessReport
 from packgraph.diagnose.ranks import RanksReport
 from packgraph.diagnose.verify import VerifyReport
+from packgraph.train.config_values import render
 
 EQUAL = "bitwise equal"
 LIMITS_EXPLAINED = (
@@ -30,6 +31,7 @@ def print_report(report: VerifyReport, console: Console) -> None:
     table.add_column(f"{report.steps} steps, {report.microbatches} microbatches", overflow="fold")
     for kind in KINDS:
         table.add_row(kind, verdict(report, kind))
+    _add_sizes(table, report)
     fallbacks = ", ".join(f"{count} {reason}" for reason, count in report.fallbacks.items()) or "none"
     table.add_row("replayed / fallbacks", f"{report.replayed} / {fallbacks}")
     _add_made_again(table, report.made_again)
@@ -60,6 +62,7 @@ def print_ranks_report(report: RanksReport, console: Console) -> None:
     table.add_column(f"{first.steps} steps, {first.microbatches} microbatches", overflow="fold")
     for kind in RANKS_KINDS:
         table.add_row(kind, ranks_verdict(report, kind))
+    _add_sizes(table, first)  # all ranks count all rows of a step
     counted = sum((Counter(rank.fallbacks) for rank in report.ranks), Counter[str]())
     fallbacks = ", ".join(f"{count} {reason}" for reason, count in counted.items()) or "none"
     table.add_row("replayed / fallbacks", f"{sum(rank.replayed for rank in report.ranks)} / {fallbacks}")
@@ -74,6 +77,12 @@ def print_ranks_report(report: RanksReport, console: Console) -> None:
         ranks, one = ", ".join(map(str, report.silent_ranks())), report.ranks[report.silent_ranks()[0]]
         console.print(f"{_how_much(one)} was replayed on rank {ranks}, so nothing was shown there: see the fallbacks "
                       "above.", highlight=False)
+
+
+def _add_sizes(table: Table, report: VerifyReport) -> None:
+    """A row for how many rows of which capacity were compared: one that is missing was not."""
+    sizes = ", ".join(f"{render(capacity)}: {count}" for capacity, count in sorted(report.rows.items()))
+    table.add_row("sizes of rows", sizes or "none")
 
 
 def _add_made_again(table: Table, count: int) -> None:

@@ -13,6 +13,7 @@ Both models are in memory at once; where they do not fit, `apart.py` makes one r
 Of several processes each makes both runs and compares what it holds itself: its share of the loss, the gradients that
 its own microbatches have added up, its parts of the parameters. What ranks send each other is in both runs.
 """
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,8 +21,10 @@ import torch
 
 from packgraph.diagnose.compare import Difference, first_difference
 from packgraph.diagnose.moments import Held, Moment, Step, moments, some_in_flight, steps_of
+from packgraph.diagnose.pace import SILENT, Pace
 from packgraph.diagnose.side import Side
 from packgraph.graphs.fallback import CAPTURE_FAILED
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
@@ -31,12 +34,14 @@ from packgraph.train.step import Packs
 class VerifyReport:
     """What was compared. differences: kind → the first difference, for kinds that differ.
 
-    made_again: how often a step of the graph run was made once more because experts lacked room.
+    rows: how many of the microbatches had which capacity, those of all ranks. made_again: how often a step of the graph
+    run was made once more because experts lacked room.
     """
 
     title: str
     steps: int = 0
     microbatches: int = 0
+    rows: Counter[Capacity] = field(default_factory=Counter)
     replayed: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     made_again: int = 0
@@ -63,6 +68,7 @@ class VerifyReport:
     def count(self, step: Step) -> None:
         """Both runs have made this step."""
         self.steps, self.microbatches = step.number, self.microbatches + len(step.batches)
+        self.rows.update(batch.capacity for batch in step.batches)
 
     def read_counts(self, graph: Side) -> None:
         """What the graph run has replayed and made again."""
@@ -72,18 +78,18 @@ class VerifyReport:
 
 def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, *,
            mesh: Mesh | None = None, in_flight: Callable[[int], bool] = some_in_flight,
-           budget: Callable[[int], int] | None = None) -> VerifyReport:
+           budget: Callable[[int], int] | None = None, pace: Pace = SILENT) -> VerifyReport:
     """Compare `config.run.steps` steps of eager and graph training on the packs of `packs` (on the host).
 
     mesh: where the processes are, each of which calls this with the same packs; None = this process alone. in_flight:
     for a step, whether all forwards run before the first backward (pipelines have their own order). budget: real
-    tokens of a step (default: run.tokens_per_step). Goes on after a difference of one kind, to report the first one
-    of each: those of this rank.
+    tokens of a step (default: run.tokens_per_step). pace: told how far it is. Goes on after a difference of one kind,
+    to report the first one of each: those of this rank.
     """
     eager, graph = Side(without_graphs(config), device, mesh), Side(with_graphs(config), device, mesh)
     report = VerifyReport(title)
     try:
-        for step in steps_of(config, packs, in_flight, budget):
+        for step in pace.of("", config.run.steps, steps_of(config, packs, in_flight, budget)):
             for expected, found in zip(moments(eager, step, config), moments(graph, step, config), strict=True):
                 report.compare(step, expected, found, first_difference)
             report.count(step)
