@@ -2,7 +2,7 @@
 # What needs four or eight H200s of one host, the most important first, within LIMIT seconds in all.
 #
 #   OUT=benchmarks/results bash benchmarks/h200x4.sh          what this number of GPUs allows, as far as time lasts
-#   OUT=... ONLY="deep-layer deep-chunk" bash ...             these jobs alone; what had no time is named at the end
+#   OUT=... ONLY="deep" bash ...             these jobs alone; what had no time is named at the end
 #   OUT=... GPUS=4 bash ...                                   the part for four GPUs, on a machine with eight
 #   OUT=... DRY=1 bash ...                                    the commands alone
 #   OUT=... TINY=1 GPUS=4 LIMIT=1800 bash ...                 toys on the CPU: whether commands and script are right
@@ -14,7 +14,6 @@
 # $OUT/h200xN_logs.tar.gz, which is written anew after every job; that of the job that is running, which is all there is
 # of it when somebody ends this script, to $OUT/h200xN_running.log; rows of benchmarks are appended to
 # $OUT/h200_context.jsonl. PYTHON: the interpreter (default python3). COMMIT: what rows say, where there is no checkout.
-# LAYERS: of Moonlight with experts shared by four ranks (default 14); the deep jobs have all 27.
 set -u
 cd "$(dirname "$0")/.." || exit
 OUT=${OUT:?name a folder: OUT=benchmarks/results bash benchmarks/h200x4.sh}
@@ -79,6 +78,14 @@ verify() { # NAME SECONDS WORDS...: graphs against eager on every rank, bit by b
     job "$name" "$seconds" -m packgraph.cli verify "$@" --skip-one-process
 }
 
+deep() { # NAME SECONDS WAYS WORDS...: all layers of Moonlight, an eager run and as many ways as there is time for
+    local name=$1 seconds=$2 ways=$3 left=$((LIMIT - SECONDS))
+    shift 3
+    ((seconds < left)) || seconds=$left
+    job "$name" "$seconds" tests/gpu/deep_ranks.py --ways $ways --steps $LONG --seconds "$seconds" --each 75 -- \
+        $MOONLIGHT --model.num-layers $ALL $DEEP_ROWS "$@"
+}
+
 bench() { # NAME SECONDS WORDS...: training steps with rows over one number of ranks, or over what they need
     local name=$1 seconds=$2
     shift 2
@@ -89,23 +96,23 @@ bench() { # NAME SECONDS WORDS...: training steps with rows over one number of r
 
 # Widths and lengths. ROW: tokens of a rank. A training state of Moonlight takes some 20 bytes a parameter, and a layer
 # with experts has 585 million, of which 553 are divided by EP: 84 GiB a rank for 27 layers and EP4, 50 for EP8, so one
-# run is made after the other (--apart), and deep jobs have shorter rows.
+# run is made after the other.
 if [ "$TINY" = 0 ]; then
     MOONLIGHT="moonlight --model.vocab-size 4096 --run.dtype bfloat16"
     WIDE="qwen3-0.6b --model.hidden-size 4096 --model.intermediate-size 12288 --model.num-heads 32
         --model.num-kv-heads 8 --model.tie-embeddings false --model.num-layers 2 --model.vocab-size 4096
         --run.dtype bfloat16" # Qwen3-8B's
-    ROW=1024 DEEP_ROW=512 LAYERS=${LAYERS:-14} ALL=27 LONG=100
+    ROW=1024 ALL=27 LONG=100
     COMPILED="dynamic+graph+compile fixed+graph+compile"
 else
     MOONLIGHT="moonlight-tiny --run.device cpu"
     WIDE="qwen3-tiny --run.device cpu"
-    ROW=64 DEEP_ROW=64 LAYERS=2 ALL=3 LONG=4 COMPILED=""
+    ROW=64 ALL=3 LONG=4 COMPILED=""
 fi
 # Few documents wait to be combined, since otherwise all rows are of the larger size.
 ROWS="--data.window 4 --graph.capacities ${ROW}x16,$((2 * ROW))x32 --run.tokens-per-step $((2 * ROW * GPUS))"
-DEEP_ROWS="--data.window 4 --graph.capacities ${DEEP_ROW}x16,$((2 * DEEP_ROW))x32
-    --run.tokens-per-step $((2 * DEEP_ROW * GPUS))"
+DEEP_ROWS="--data.window 2 --graph.capacities ${ROW}x16,$((2 * ROW))x32 --run.tokens-per-step $((2 * ROW))"
+WAYS="chunk+stash layer chunk layer+stash" # of pipelines, too
 CHUNKS="--graph.granularity chunk"
 STASHED="$CHUNKS --parallel.expert-stash 2.0"
 
@@ -120,24 +127,19 @@ case $GPUS in
 4)
     job context 120 tests/gpu/context_ranks.py --steps $LONG
     verify moonlight-cp 100 $MOONLIGHT --model.num-layers 3 $(contexts 4 8) --steps 7
-    verify ep-layer 130 $MOONLIGHT --model.num-layers $LAYERS --parallel.ep 4 $ROWS --steps $LONG --apart
-    verify ep-chunk 130 $MOONLIGHT --model.num-layers $LAYERS --parallel.ep 4 $ROWS $STASHED --steps $LONG --apart
     verify pp-ep 100 $MOONLIGHT --model.num-layers 6 --parallel.pp 2 --parallel.ep 2 $ROWS $STASHED --steps 20
     # Rows over changing numbers of ranks need two more of them beside TP2 x PP2, so eight.
     verify tp-pp 70 $WIDE --parallel.tp 2 --parallel.pp 2 $ROWS $CHUNKS --steps 8
     bench workload 100 --ways fixed dynamic dynamic+graph $COMPILED --places 64 --rounds 8
     verify tp-cp 60 $WIDE --parallel.tp 2 $(contexts 2 8) $CHUNKS --steps 8
-    verify deep-layer 240 $MOONLIGHT --model.num-layers $ALL --parallel.ep 4 $DEEP_ROWS --steps $LONG --apart
-    verify deep-chunk 240 $MOONLIGHT --model.num-layers $ALL --parallel.ep 4 $DEEP_ROWS $STASHED --steps $LONG --apart
+    deep deep 480 "$WAYS step step+stash" --parallel.ep 4
     ;;
 8)
     verify moonlight-cp 110 $MOONLIGHT --model.num-layers 3 $(contexts 8 16) --steps 7
     bench workload 70 --ways fixed dynamic fixed+graph dynamic+graph --rounds 12
     verify tp-pp-cp 80 $WIDE --parallel.tp 2 --parallel.pp 2 $(contexts 2 8) $CHUNKS --steps 8
-    verify deep-layer 220 $MOONLIGHT --model.num-layers $ALL --parallel.ep 8 $DEEP_ROWS --steps $LONG --apart
-    verify deep-pp-ep 220 $MOONLIGHT --model.num-layers $ALL --parallel.pp 2 --parallel.ep 4 $DEEP_ROWS \
-        $STASHED --steps $LONG --apart
-    verify deep-chunk 220 $MOONLIGHT --model.num-layers $ALL --parallel.ep 8 $DEEP_ROWS $STASHED --steps $LONG --apart
+    deep deep 480 "$WAYS step step+stash" --parallel.ep 8
+    deep deep-pp-ep 480 "$WAYS" --parallel.pp 2 --parallel.ep 4
     bench compiled 120 --ways fixed dynamic dynamic+graph $COMPILED --places 64 --rounds 8
     job context 120 tests/gpu/context_ranks.py --steps $LONG
     ;;

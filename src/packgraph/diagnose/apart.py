@@ -11,6 +11,8 @@ made again by the run that lacks it.
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -23,6 +25,8 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
 
+Digests = list[list[Moment[Digest]]]  # of every step, of its moments
+
 
 def verify_apart(title: str, config: TrainConfig, open_packs: Callable[[], Packs], device: torch.device, *,
                  mesh: Mesh | None = None, in_flight: Callable[[int], bool] = some_in_flight,
@@ -31,23 +35,53 @@ def verify_apart(title: str, config: TrainConfig, open_packs: Callable[[], Packs
 
     open_packs: the packs from their beginning; called once for each run, and must give the same both times.
     """
-    digester, report = Digester(device), VerifyReport(title)
+    apart = Apart(open_packs, device, mesh, in_flight, budget, pace)
+    return apart.graph_run(title, config, apart.eager_run(config))
 
-    def made_steps(phase: str, side: Side) -> Iterator[tuple[Step, list[Moment[Digest]]]]:
-        for step in pace.of(phase, config.run.steps, steps_of(config, open_packs(), in_flight, budget)):
-            yield step, digester.digests(moments(side, step, config))
 
-    with contextlib.closing(Side(without_graphs(config), device, mesh)) as side:
-        expected = [digests for _, digests in made_steps("eager run", side)]
-    del side
-    _free(device)
-    with contextlib.closing(Side(with_graphs(config), device, mesh)) as side:
-        for eager, (step, graph) in zip(expected, made_steps("graph run", side), strict=True):
-            for before, now in zip(eager, graph, strict=True):
-                report.compare(step, before, now, first_digest_difference)
-            report.count(step)
-        report.read_counts(side)
-    return report
+@dataclass(frozen=True)
+class Apart:
+    """Runs on the same packs, one in memory at a time; the arguments are those of `verify_apart`.
+
+    One eager run is enough for graph runs of all granularities, with and without a stash.
+    """
+
+    open_packs: Callable[[], Packs]
+    device: torch.device
+    mesh: Mesh | None = None
+    in_flight: Callable[[int], bool] = some_in_flight
+    budget: Callable[[int], int] | None = None
+    pace: Pace = SILENT
+
+    @cached_property
+    def _digester(self) -> Digester:
+        return Digester(self.device)
+
+    def eager_run(self, config: TrainConfig) -> Digests:
+        """Train eagerly; what `graph_run` compares with."""
+        with self._run(without_graphs(config)) as side:
+            return [digests for _, digests in self._steps("eager run", side, config)]
+
+    def graph_run(self, title: str, config: TrainConfig, expected: Digests) -> VerifyReport:
+        """Train with graphs, and compare with an eager run of as many steps."""
+        report = VerifyReport(title)
+        with self._run(with_graphs(config)) as side:
+            for eager, (step, graph) in zip(expected, self._steps("graph run", side, config), strict=True):
+                for before, now in zip(eager, graph, strict=True):
+                    report.compare(step, before, now, first_digest_difference)
+                report.count(step)
+            report.read_counts(side)
+        return report
+
+    def _steps(self, phase: str, side: Side, config: TrainConfig) -> Iterator[tuple[Step, list[Moment[Digest]]]]:
+        steps = steps_of(config, self.open_packs(), self.in_flight, self.budget)
+        for step in self.pace.of(phase, config.run.steps, steps):
+            yield step, self._digester.digests(moments(side, step, config))
+
+    def _run(self, config: TrainConfig) -> contextlib.closing[Side]:
+        """A run, where nothing is left of the one before."""
+        _free(self.device)
+        return contextlib.closing(Side(config, self.device, self.mesh))
 
 
 def _free(device: torch.device) -> None:

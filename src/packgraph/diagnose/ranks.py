@@ -67,8 +67,14 @@ def verify_ranks(title: str, config: TrainConfig, open_packs: Callable[[], Packs
     """
     mine = (verify_apart(title, config, open_packs, device, mesh=mesh, budget=budget, pace=pace) if apart else
             verify(title, config, open_packs(), device, mesh=mesh, budget=budget, pace=pace))
-    every: list[VerifyReport] = [mine] * mesh.world
+    every = of_every_rank(mine, mesh)
+    alone = compare_with_one_process(config, open_packs(), device, mesh, budget, pace) if one_process else None
+    return RanksReport(title, every, alone)
+
+
+def of_every_rank(mine: VerifyReport, mesh: Mesh) -> tuple[VerifyReport, ...]:
+    """The reports of all ranks; collective."""
+    every = [mine] * mesh.world
     if mesh.world > 1:
         dist.all_gather_object(every, mine)
-    alone = compare_with_one_process(config, open_packs(), device, mesh, budget, pace) if one_process else None
-    return RanksReport(title, tuple(every), alone)
+    return tuple(every)

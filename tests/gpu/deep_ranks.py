@@ -1,0 +1,122 @@
+"""Run by torchrun, or alone: one eager run of a model, then graph runs of many kinds, compared bit by bit.
+
+    PYTHONPATH=src torchrun --nproc-per-node 4 tests/gpu/deep_ranks.py --ways layer chunk+stash --steps 100 -- \
+        moonlight --parallel.ep 4 --run.dtype bfloat16
+
+As `packgraph verify --apart`, whose words stand behind `--`, but the eager run, which takes the longest, is made once
+for all ways, so nothing is compared that belongs to a stash alone, and no step has all its microbatches in flight
+(graphs of whole steps never do). A way is a granularity; `+stash` gives what experts keep for the backward a stash with
+room for twice a balanced load. A way that cannot be begun at least `--each` seconds before `--seconds` have passed is
+left out, and said to be. Prints the table of each way and a line that begins with "ok" or "WRONG", with the most memory
+of any rank; exits with an error when anything is wrong or was left out.
+"""
+import argparse
+import dataclasses
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from packgraph.diagnose.apart import Apart
+from packgraph.diagnose.pace import Pace
+from packgraph.diagnose.ranks import RanksReport, of_every_rank
+from packgraph.diagnose.report import print_ranks_report
+from packgraph.parallel.processes import Launch, processes
+from packgraph.train.command_line import split_overrides
+from packgraph.train.config import read_config
+from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
+from packgraph.train.presets import PRESETS, preset
+
+WAYS = ("layer", "layer+stash", "chunk", "chunk+stash", "step", "step+stash")
+ROOM = 2.0
+
+
+def options_of(words):
+    """What this script is told itself, and the training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--each", type=float, default=0.0)
+    own = [action.option_strings[-1] for action in parser._actions]
+    parser.add_argument("preset", choices=PRESETS)
+    overrides, rest = split_overrides(words, next(iter(PRESETS.values()))(), own)
+    options = parser.parse_args(rest)
+    config = read_config(preset(options.preset), [overrides])
+    return options, dataclasses.replace(config, run=dataclasses.replace(config.run, steps=options.steps))
+
+
+class AnyWay(Apart):
+    """Compares what runs with a stash and without have in common."""
+
+    def _steps(self, phase, side, config):
+        for step, found in super()._steps(phase, side, config):
+            yield step, [{kind: {name: digest for name, digest in values.items() if not name.endswith("stash_state")}
+                          for kind, values in moment.items()} for moment in found]
+
+
+def way_of(config, name):
+    """The training of a graph run."""
+    granularity, _, stash = name.partition("+")
+    parallel = dataclasses.replace(config.parallel, expert_stash=ROOM) if stash else config.parallel
+    return dataclasses.replace(config, graph=dataclasses.replace(config.graph, granularity=granularity),
+                               parallel=parallel)
+
+
+def slowest(seconds, world):
+    """On all ranks the same, so that they agree on what there is time for."""
+    every = [seconds] * world
+    if world > 1:
+        dist.all_gather_object(every, seconds)
+    return max(every)
+
+
+def most_memory(device, world):
+    """GiB of the rank that has held the most since it was asked last; 0 without a GPU."""
+    if device.type != "cuda":
+        return 0.0
+    most = slowest(torch.cuda.max_memory_reserved(device) / 2**30, world)
+    torch.cuda.reset_peak_memory_stats(device)
+    return most
+
+
+def main():
+    """Compare; collective."""
+    started = time.monotonic()
+    options, config = options_of(sys.argv[1:])
+    launch = Launch.read()
+    device = choose_device(config.run.device, launch)
+    use_deterministic_kernels(device)
+    console = Console(quiet=launch.rank != 0)
+
+    def say(text):
+        if launch.rank == 0:
+            print(f"{text} ({time.monotonic() - started:.0f} s since the start)", flush=True)
+
+    with processes(config.parallel.layout(), device, launch) as mesh:
+        apart = AnyWay(lambda: iter(open_data(config, device, launch.world)), device, mesh, lambda step: False,
+                       pace=Pace(say))
+        began = time.monotonic()
+        expected = apart.eager_run(config)
+        say(f"eager run: {time.monotonic() - began:.1f} s, {most_memory(device, mesh.world):.1f} GiB at the most")
+        good = True
+        for name in options.ways:
+            began = time.monotonic()
+            if slowest(began - started, mesh.world) + options.each > options.seconds:
+                say(f"left out for want of time: {name}")
+                good = False
+                continue
+            made = way_of(config, name)
+            title = f"{name}, {made.model.num_layers} layers, {mesh.layout}"
+            report = RanksReport(title, of_every_rank(apart.graph_run(title, made, expected), mesh), None)
+            print_ranks_report(report, console)
+            say(f"{'ok' if report.good else 'WRONG'} {name}: {time.monotonic() - began:.1f} s, "
+                f"{most_memory(device, mesh.world):.1f} GiB at the most")
+            good = good and report.good
+    assert good, "graphs differ from eager, or there was no time"
+
+
+if __name__ == "__main__":
+    main()
