@@ -11,15 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packgraph.bench import attention, capture, memory, padding, pipeline, step
+from packgraph.bench import attention, capture, context, memory, offload, padding, pipeline, step
 from packgraph.bench.results import markdown, newest, read_rows, step_kinds
 from packgraph.bench.rows import Column, value
 
 Row = dict[str, Any]
 MODEL: Column = ("model", value("model"))
+COMMIT: Column = ("commit", value("commit"))  # where one table has rows of several runs; ratios are of the row's own
+COMPILED: Column = ("compiled", lambda row: "yes" if row["compile"] else "no")
 FLAT: dict[str, list[Column]] = {
     "attention": attention.COLUMNS, "padding": padding.COLUMNS, "memory": [MODEL, *memory.COLUMNS],
-    "capture": [MODEL, *capture.COLUMNS], "pipeline": [MODEL, *pipeline.COLUMNS]}
+    "capture": [MODEL, *capture.COLUMNS], "pipeline": [MODEL, *pipeline.COLUMNS],
+    "context": [*context.COLUMNS, ("attention", lambda row: row["attention"].split(" ", 1)[0]), COMMIT],
+    "offload": [MODEL, COMPILED, ("connections", value("connections")), *offload.COLUMNS, COMMIT]}
 DRAWN = ("attention", "padding", "memory", "capture")  # by plot.py, one picture each
 PLACE = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
