@@ -291,8 +291,10 @@ def _plan_data(words: list[str]) -> int:
     if own.help or config is None:
         print(introduction())
         return 0
-    if own.resume or own.steps is not None:
-        raise ConfigError(["--resume and --steps are no options of `packgraph plan`"])
+    given = {"--resume": own.resume, "--steps": own.steps is not None, "--apart": own.apart,
+             "--skip-one-process": own.skip_one_process}
+    if any(given.values()):
+        raise ConfigError([f"{name}: is no option of `packgraph plan`" for name, is_given in given.items() if is_given])
     if context is not None:
         if asked.batch is not None:
             raise ConfigError(["--batch: chooses buckets, and --world shares out documents; give one of them"])

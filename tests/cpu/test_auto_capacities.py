@@ -95,6 +95,12 @@ def test_what_cannot_be_planned_names_the_options(path: Path) -> None:
         BucketConfig(max_tokens=0, memory_gib=-1.0)
 
 
+@pytest.mark.parametrize("words", [["--resume"], ["--steps", "3"], ["--apart"], ["--skip-one-process"]])
+def test_options_of_other_commands_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "stdlib", *words]) == cli.USER_ERROR
+    assert f"{words[0]}: is no option of `packgraph plan`" in capsys.readouterr().err
+
+
 def test_auto_is_written_as_it_is_read() -> None:
     base = tiny()
     for given, capacities in (("auto", "auto"), ("16x2,8x1", (Capacity(16, 2), Capacity(8, 1)))):
