@@ -13,7 +13,7 @@ from verifykit import BROKEN, break_gradient, break_random_state
 
 from packgraph import cli
 from packgraph.diagnose import side
-from packgraph.diagnose.apart import verify_apart
+from packgraph.diagnose.apart import Apart, verify_apart
 from packgraph.diagnose.command import verify_problems
 from packgraph.diagnose.digest import DIFFERS
 from packgraph.diagnose.matrix import budget_of, random_packs, tiny_config, tiny_experts_config
@@ -92,6 +92,17 @@ def test_the_eager_run_is_gone_when_the_graph_run_is_made(config: TrainConfig, m
     assert verify_apart("run", config, lambda: random_packs(1), CPU).good
     first, second = alive
     assert first == [] and second and not any(second)
+
+
+def test_one_eager_run_is_enough_for_many_graph_runs() -> None:
+    apart = Apart(lambda: random_packs(1), CPU, in_flight=lambda step: False, budget=budget_of)
+    expected = apart.eager_run(granular("layer"))
+    for name in ("layer", "chunk", "step"):
+        report = apart.graph_run(name, granular(name), expected)
+        assert report.good and report.title == name and report.steps == 4, name
+    faster = granular("chunk")
+    faster = replace(faster, optimizer=replace(faster.optimizer, learning_rate=2 * faster.optimizer.learning_rate))
+    assert apart.graph_run("another training", faster, expected).differences["parameters"].step == 1
 
 
 def places(report: VerifyReport) -> dict[str, tuple[int, str]]:
