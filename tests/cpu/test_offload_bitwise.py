@@ -7,7 +7,6 @@ from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.lanes import captured_lanes
 from packgraph.graphs.lanes_emulated import EmulatedLanes
-from packgraph.graphs.memory_trace import predict_bank, trace_memory
 from packgraph.graphs.recorder import RecorderBackend
 from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
@@ -183,19 +182,6 @@ def test_a_compiled_layer_is_one_group():
         assert graphed.stats.replayed == 3
     assert same(*facts)
     assert [(group.name, group.layer) for group in engine.trace.groups] == [("layer", 0), ("layer", 1)]
-
-
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
-def test_what_graphs_take_is_predicted_with_what_has_moved(granularity):
-    model = DecoderModel(config(layers=4), seed=1)
-    graphed = graph(model, capacities=CAPACITIES[:1], granularity=granularity, warmup=1, slots=1, strict=True)
-    engine = engine_of(graphed, model, DENSE, policy=by_hand(fraction=0.5))
-    arguments = PackedBatch.build([[1, 2, 3], [4, 5, 6, 7]], CAPACITIES[0]), torch.tensor(7)
-    graphed(*arguments).backward()
-    engine.settle()
-    trace = trace_memory(graphed, arguments)
-    graphed(*arguments).backward()
-    assert predict_bank(graphed, {CAPACITIES[0]: trace}, 1).pools == graphed.stats.pool_bytes
 
 
 def test_clocks_are_read_before_a_capture_begins(monkeypatch):

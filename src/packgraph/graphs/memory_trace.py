@@ -13,7 +13,7 @@ statistics (torch.cuda.max_memory_allocated) again.
 """
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.guard import PLAIN_TENSORS, Journal, Watch, shapes_only
-from packgraph.graphs.lanes import Lanes
+from packgraph.graphs.lanes import Copy, HostMemory, Lanes, TimedCopy, capturing_lanes
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, local_tensor
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import refusal
@@ -147,12 +147,48 @@ class _NoGraph:
         """Nothing to free."""
 
 
+class _WindowLanes:
+    """Lanes of the window, on those of eager work: with captures and copies of their own, as every window has.
+
+    So an offload engine does in a trace what it does in the capture: nothing is postponed until a graph is launched,
+    what captured stages save is another pass than what eager ones between them do, and no eager pass is timed.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.scope, self.replayed = 0, set[int]()  # nothing is ever replayed, so nobody asks its clocks
+        self.timed: list[TimedCopy] | None = None
+        self.host, self.give_back, self.memory = lanes.host, lanes.give_back, lanes.memory
+        self.point, self.clock, self.elapsed_us = lanes.point, lanes.clock, lanes.elapsed_us
+        self.postpone, self.launched = lanes.postpone, lanes.launched
+        self._lanes, self._under_way = lanes, list[Copy]()
+
+    def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
+        """See Lanes."""
+        self._under_way.append(self._lanes.out(sources, host, since))
+        return self._under_way[-1]
+
+    def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
+        """See Lanes."""
+        self._under_way.append(self._lanes.back(host, targets))
+        return self._under_way[-1]
+
+    def wait(self, copy: Copy) -> None:
+        """See Lanes."""
+        self._lanes.wait(copy)
+        self._under_way = [other for other in self._under_way if other is not copy]
+
+    def join(self) -> None:
+        """Main waits for the window's copies; those of eager work are not looked at."""
+        for copy in list(self._under_way):
+            self.wait(copy)
+
+
 class TraceWindow:
     """A window that runs what it should capture, and notes when memory is taken and given back."""
 
     def __init__(self, journal: Journal, device: torch.device, spare: list[torch.UntypedStorage], lanes: Lanes) -> None:
-        """spare: memory that may be written to without being put back. lanes: of copies beside the operations."""
-        self.journal, self.device, self.lanes = journal, device, lanes
+        """spare: memory that may be written to without being put back. lanes: of eager work, which carry the copies."""
+        self.journal, self.device, self.lanes = journal, device, _WindowLanes(lanes)
         self.own = {storage._cdata for storage in spare}
         self._hidden = _HiddenMemory(device) if device.type == "cuda" else None
         self._clock = 0
@@ -164,9 +200,8 @@ class TraceWindow:
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[_NoGraph, Result]:
         """Run `run` and note what it allocates."""
         self._brief = brief
-        self.lanes.join()
         self.lanes.scope += 1  # copies end with the capture that they begin in
-        with _Tracing(self):
+        with capturing_lanes(self.lanes), _Tracing(self):
             result = run()
             self.lanes.join()
         self._brief = False
