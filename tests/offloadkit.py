@@ -6,6 +6,7 @@ import torch
 
 from packgraph.graphs.choose import make_lanes
 from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.graphs.memory_trace import predict_bank, trace_memory
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
@@ -15,6 +16,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.plan.offload.plan import CopySpeed
+from packgraph.train.executor import sample_batch
 
 CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
@@ -85,6 +87,35 @@ def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1
             if granularity is None:
                 engine.settle()
     return facts, engine, called if granularity is not None else None
+
+
+def warmed(settings: DecoderConfig, modules=(), *, capacity=CAPACITIES[0], granularity="chunk", scope=None, slots=1,
+           device="cpu", dtype=torch.float32, **options):
+    """A graphed model that has run one microbatch eagerly, its engine with a plan (None without modules), and the
+    arguments of a call.
+    """
+    model = DecoderModel(settings, seed=1, device=device, dtype=dtype)
+    graphed = graph(model, capacities=[capacity], granularity=granularity, scope=scope, warmup=1, slots=slots,
+                    strict=True)
+    engine = engine_of(graphed, model, modules, **options) if modules else None
+    arguments = sample_batch(capacity).to(device), torch.tensor(7, device=device)
+    torch.manual_seed(2)
+    graphed(*arguments).backward()
+    if engine is not None:
+        engine.end_step()
+        engine.settle()
+    return graphed, engine, arguments
+
+
+def foretold_and_taken(settings: DecoderConfig, modules=(), *, slots=1, **options) -> tuple[int, int]:
+    """Bytes of the pools of `warmed`: as predicted before the capture, and what they are after it."""
+    graphed, _, arguments = warmed(settings, modules, slots=slots, **options)
+    traces = {arguments[0].capacity: trace_memory(graphed, arguments)}
+    foretold = predict_bank(graphed, traces, slots).pools
+    graphed.build([arguments])
+    taken = graphed.stats.pool_bytes
+    graphed.close()
+    return foretold, taken
 
 
 def _poison(called, wanted: bool) -> None:

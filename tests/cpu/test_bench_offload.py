@@ -7,10 +7,12 @@ import torch
 
 from packgraph.bench.command import bench
 from packgraph.bench.copies import copy_ceiling, copy_times, free_host_bytes
-from packgraph.bench.models import shape
-from packgraph.bench.offload import OffloadOptions, _most_tokens, _search
+from packgraph.bench.models import shape, zero_gradients
+from packgraph.bench.offload import OffloadOptions, _most_tokens, _Run, _search
 from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
+from packgraph.graphs.errors import CaptureError
+from packgraph.plan.offload.knobs import plan_by_knobs
 from packgraph.plan.offload.plan import CopySpeed
 
 CPU = torch.device("cpu")
@@ -27,6 +29,9 @@ def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
         f"tiny-32-{way}.{kind}" for way in ("everything", "planned") for kind in ("svg", "trace.json")]
     assert planned["lost"] <= 0.5 and planned["pool_bytes"] < kept["pool_bytes"] and kept["pool_ratio"] == 1.0
     assert planned["fell_bytes"] == kept["pool_bytes"] - planned["pool_bytes"] > 0
+    assert all(row["predicted_pool_bytes"] == row["pool_bytes"] for row in (kept, everything, planned))
+    assert all(row["predicted_fell_bytes"] == row["fell_bytes"] for row in (everything, planned))
+    assert "predicted_fell_bytes" not in kept and planned["predicted_fell_bytes"] > 0
     saved = kept["kept_for_backward_bytes"]
     assert all(row["kept_for_backward_bytes"] == saved for row in (everything, planned)) and kept["pool_bytes"] > saved
     assert planned["moved_of_kept_for_backward"] == round(planned["moved_bytes"] / saved, 4)
@@ -50,6 +55,40 @@ def test_where_nothing_can_be_kept_others_are_measured_and_compared_with_nothing
     kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "no room" in kept["reason"] and everything["reason"] is planned["reason"] is None
     assert all("ms" in row["figures"] and "time_ratio" not in row for row in (everything, planned))
+
+
+def test_pools_of_experts_are_predicted(capsys):
+    words = "offload --device cpu --model moonlight-tiny --layers 2 --min-bytes 1 --rounds 1 --tokens 32 --lost 0.5"
+    assert bench(words.split()) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 3 and all(row["predicted_pool_bytes"] == row["pool_bytes"] > 0 for row in rows)
+    assert rows[2]["planned_saved_bytes"] > 0 < rows[2]["predicted_fell_bytes"]
+
+
+def test_what_has_no_room_for_a_trace_is_measured_without_a_prediction(capsys):
+    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --ways everything"
+    error = CaptureError("no room", "here", "none")
+    error.__cause__ = torch.OutOfMemoryError("no room")
+    with mock.patch("packgraph.bench.offload.trace_memory", side_effect=error):
+        assert bench(words.split()) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(row["predicted_pool_bytes"] is None and row["fell_bytes"] is not None for row in rows)
+    assert all("predicted_fell_bytes" not in row for row in rows)
+
+
+def test_a_prediction_changes_no_gradient_no_pool_and_no_plan():
+    options = OffloadOptions("tiny", 2, "layers", (32,), modules=("core_attn", "mlp_act"), min_bytes=1, calls=2)
+    found = []
+    for predicted in (False, True):
+        model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
+        zero_gradients([model])
+        with _Run(options, model, CPU, 32, lambda trace: plan_by_knobs(trace, CopySpeed(), options.knobs())) as run:
+            run.prepare_foretold() if predicted else run.prepare()
+            run.calls()
+            found.append((run.way.facts()["pool_bytes"], run.engine.plan.moves, run.engine.lanes.scope,
+                          [parameter.grad.clone() for parameter in model.parameters()]))
+    assert found[0][:3] == found[1][:3] and found[0][2] == 0
+    assert all(torch.equal(a, b) for a, b in zip(found[0][3], found[1][3], strict=True))
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 5, 63, 64])

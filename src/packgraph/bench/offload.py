@@ -7,10 +7,18 @@
 
 Each way runs by itself: forward and backward of one microbatch at a time, by one graph each. Bytes are those of the
 graphs' pool and of everything held at the peak, parameters and gradients left out. `kept for backward` is what an eager
-forward has saved and is alive when it ends, the most that could move; pools hold temporaries of the backward, too. The
-copies' speed comes from a profile of one more replay, their ceiling from plain copies of pinned memory. With --largest
-the most tokens are looked for with which the first and the second way still run, from the most that were measured on;
-what is known when the time is up is told as "at least". With --draw FOLDER plans are drawn as SVG and as Chrome traces.
+forward has saved and is alive when it ends, the most that could move; pools hold temporaries of the backward, too.
+
+What a plan is to save is told twice. `plan: saved` (planned_saved_bytes) is by how much *live* bytes fall at the most.
+`plan: fell` (predicted_fell_bytes) is by how much the *pool* is to fall, which holds what lives and has other holes in
+every way: before a capture its build is traced, as the plan moves, and replayed through a model of the allocator
+(predicted_pool_bytes, to be compared with pool_bytes; `graphs/memory_trace.py`). That is over, and its memory free,
+before anything is measured.
+
+The copies' speed comes from a profile of one more replay, their ceiling from plain copies of pinned memory. With
+--largest the most tokens are looked for with which the first and the second way still run, from the most that were
+measured on; what is known when the time is up is told as "at least". With --draw FOLDER plans are drawn as SVG and as
+Chrome traces.
 """
 import os
 from collections.abc import Callable
@@ -29,6 +37,8 @@ from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
 from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, time_block
 from packgraph.bench.ways import Graphed, room_for_code
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.memory_trace import predict_bank, trace_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import PARTS, Offload, Policy
@@ -50,7 +60,7 @@ COLUMNS: list[Column] = [
     ("pool GiB", gibibytes("pool_bytes")), ("of kept", value("pool_ratio", ".3f")),
     ("peak GiB", gibibytes("peak_bytes")), ("moved GiB", gibibytes("moved_bytes")),
     ("fell GiB", gibibytes("fell_bytes")), ("of kept for backward", value("fell_of_kept_for_backward", ".3f")),
-    ("plan: saved GiB", gibibytes("planned_saved_bytes")),
+    ("plan: saved GiB", gibibytes("planned_saved_bytes")), ("plan: fell GiB", gibibytes("predicted_fell_bytes")),
     ("plan: exposed ms", value("exposed_ms", ".2f")),
     ("out GB/s", value("out_gb_s", ".1f")), ("ceiling", value("out_ceiling_gb_s", ".1f")),
     ("back GB/s", value("back_gb_s", ".1f")), ("ceiling", value("back_ceiling_gb_s", ".1f"))]
@@ -129,11 +139,16 @@ def _ratios(found: Row | None, kept: Row | None) -> Row:
         return {}
     which = "pool_bytes" if found["peak_bytes"] is None else "peak_bytes"
     saved = kept["kept_for_backward_bytes"]
-    return {"kept_for_backward_bytes": saved,
-            "moved_of_kept_for_backward": round(found.get("moved_bytes", 0) / saved, 4) if saved else 0.0,
-            "fell_of_kept_for_backward": round((kept[which] - found[which]) / saved, 4) if saved else 0.0,
-            "time_ratio": round(found["figures"]["ms"]["median"] / kept["figures"]["ms"]["median"], 5),
-            "pool_ratio": round(found["pool_bytes"] / kept["pool_bytes"], 4), "fell_bytes": kept[which] - found[which]}
+    row: Row = {"kept_for_backward_bytes": saved,
+                "moved_of_kept_for_backward": round(found.get("moved_bytes", 0) / saved, 4) if saved else 0.0,
+                "fell_of_kept_for_backward": round((kept[which] - found[which]) / saved, 4) if saved else 0.0,
+                "time_ratio": round(found["figures"]["ms"]["median"] / kept["figures"]["ms"]["median"], 5),
+                "pool_ratio": round(found["pool_bytes"] / kept["pool_bytes"], 4),
+                "fell_bytes": kept[which] - found[which]}
+    predicted = [of["predicted_pool_bytes"] for of in (kept, found)]
+    if found is not kept and None not in predicted:
+        row["predicted_fell_bytes"] = predicted[0] - predicted[1]
+    return row
 
 
 class _Run:
@@ -168,6 +183,29 @@ class _Run:
         """Trace, plan and capture."""
         self.way.prepare(self.batches)
 
+    def prepare_foretold(self) -> int | None:
+        """As `prepare`; the bytes of the pool that were predicted before the capture."""
+        self.way.warm_up(self.batches)
+        predicted = self._predicted_pool()
+        free_unused(self.device)
+        self.way.capture(self.batches)
+        return predicted
+
+    def _predicted_pool(self) -> int | None:
+        """What the capture to come will take, with all that moves by the plan it will follow; None where a traced
+        microbatch has no room."""
+        if self.engine is not None:
+            self.engine.settle()
+        graphed = self.way.graphed
+        try:
+            traces = {capacity: trace_memory(graphed, self.way.work.arguments(batch))
+                      for capacity, batch in self.way.used.items()}
+        except CaptureError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                return None
+            raise
+        return predict_bank(graphed, traces, 1).pools
+
     def calls(self) -> None:
         """All microbatches once."""
         with self.way.steady():
@@ -182,7 +220,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
     free_unused(device)
     before = held_bytes(device)
     with _Run(options, model, device, tokens, policy, traced.followed if traced is not None else None) as run:
-        run.prepare()
+        predicted = run.prepare_foretold()
         free_unused(device)
         peak = peak_bytes(device, run.calls)
         laps = [time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(options.rounds)]
@@ -190,6 +228,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
         if run.engine is not None:
             _draw(options, f"{options.model}-{tokens}-{way}", traced or _Traced(run.engine.trace, speed), plan)
         row: Row = known | {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
+                    "predicted_pool_bytes": predicted,
                     "peak_bytes": None if peak is None or before is None else peak - before}
         spent = copy_times(device, run.calls) if plan is not None and plan.moved_bytes else None
         if traced is not None and traced.trace is not None:

@@ -169,9 +169,17 @@ class Graphed(Way):
         self.by_autograd = 0
 
     def prepare(self, batches: Sequence[PackedBatch]) -> None:
+        self.warm_up(batches)
+        self.capture(batches)
+
+    def warm_up(self, batches: Sequence[PackedBatch]) -> None:
+        """Steps before any capture, one for each shape; what is to be compiled is compiled here."""
         self.used = {batch.capacity: batch for batch in batches}
-        for batch in self.used.values():  # steps before any capture; what is to be compiled is compiled here
+        for batch in self.used.values():
             torch.autograd.backward(self.graphed.run_eagerly(*self.work.arguments(batch)), self.work.incoming(batch))
+
+    def capture(self, batches: Sequence[PackedBatch]) -> None:
+        """Capture all shapes and run the first microbatches. After `warm_up`."""
         self.graphed.build([self.work.arguments(batch) for batch in self.used.values()])
         super().prepare(batches)
 
