@@ -75,7 +75,8 @@ def small_traces(draw: st.DrawFn, least: int = 0, most: int = 6) -> OffloadTrace
     parts = [0] * count
     for index in range(1, count):
         parts[index] = parts[index - 1] + 1 if draw(st.integers(0, 3)) == 0 else 0
-    groups = tuple(OffloadGroup("core_attn", index - parts[index], *values, draw(st.integers(1, 2)), parts[index])
+    groups = tuple(OffloadGroup("core_attn", index - parts[index], *values, draw(st.integers(1, 2)), parts[index],
+                                tuple(draw(st.sets(st.integers(0, 3), max_size=2))))
                    for index, values in enumerate(zip(sizes, ends, starts)))
     return OffloadTrace(groups, max(ends, default=0) + draw(st.integers(0, 9)),
                         max(starts, default=0) + draw(st.integers(0, 9)), draw(st.integers(1, 3)),

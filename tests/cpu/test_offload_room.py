@@ -3,6 +3,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from offloadkit import DENSE, config, same, train
 
 from packgraph.graphs.lanes import DeviceMemory
@@ -59,6 +61,47 @@ def test_every_module_has_the_room_that_its_backward_leaves():
     assert room.of([1, 2, 2, 3]) == (0, 0, 0, 31), "nobody knows of the last; parts of a module have the same"
 
 
+def test_what_is_handed_on_to_the_next_module_is_a_need_of_both():
+    room = Room(Told((30, 30), (30, 30), (24, 36), (11, 25), (1, 13)))
+    room.made(30)
+    room.reached(30, 30, 3)
+    room.reached(20, 20, 2)  # 6 beside 30: 4 are there as the next one starts, and 1 at the end
+    room.reached(10, 10, 1)  # 5 beside 20
+    room.reached(0, 0, 0)  # 3 beside 10
+    assert room.nbytes == 5 and room.of([1, 2, 3]) == (3, 1, 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8), st.booleans())
+def test_rooms_are_no_larger_than_what_backwards_leave(modules, first_time):
+    """modules: bytes that a backward hands on, and that it takes beside them. first_time: each makes a gradient, too,
+    which stays. Without such ones what is handed on counts in full, and nothing else."""
+    looks, needs, held, grown = [(100, 100), (100, 100)], [], 100, 0
+    for handed, beside in modules:
+        needs.append(handed + beside)
+        looks.append((held - 10 + grown + handed + 3 * first_time, held + grown + handed + beside + 3 * first_time))
+        held, grown = held - 10, grown + 3 * first_time
+    looks.append((held - 10 + grown, held + grown))  # nothing is handed on in the end
+    room = Room(Told(*looks))
+    room.made(100)
+    for number in range(len(modules) + 2):
+        room.reached(100 - 10 * number, 100 - 10 * number, number)
+    rooms = room.of(range(len(modules)))
+    assert rooms == tuple(max(0, *needs) - need for need in needs) or first_time
+    if first_time:  # what is handed on may count as stayed, no more than that
+        assert all(room.nbytes - left <= need for left, need in zip(rooms, needs))
+        assert all(room.nbytes - left >= need - handed for left, need, (handed, _) in zip(rooms, needs, modules))
+
+
+def test_memory_that_turns_out_to_be_others_was_beside_the_groups():
+    room = Room(Told((10, 10), (20, 22), (30, 30), (30, 30), (20, 35)))
+    for held in (10, 20, 30):
+        room.made(held)
+    room.is_others(8, 1, 2)  # copied, and held nevertheless: it had left the groups when the third one was made
+    room.reached(30, 30, 1)
+    room.reached(20, 20, 0)
+    assert room.nbytes == 0 and room.of([1]) == (5,)
+
+
 def test_a_forward_may_be_what_takes_most():
     room = Room(Told((10, 60), (10, 10), (10, 14), (10, 12)))
     room.made(10)
@@ -100,6 +143,8 @@ def test_groups_on_the_device_are_counted(measures, monkeypatch):
         assert made == [sizes[0], *(one + two for one, two in itertools.pairwise(sizes))], "one copy in flight"
         # Its own comes back with the one before it; what is next is already there.
         assert all(before < after <= sum(sizes) for before, after, _ in reached[:-1])
+        # The copy of the last one is under way: it leaves before it comes back.
+        assert reached[0] == (sizes[-1], sizes[-1] + sizes[-2], len(sizes))
     assert reached[-1][1:] == (sizes[0], 1)
 
 

@@ -136,7 +136,16 @@ def test_traces_survive_their_files(trace: OffloadTrace, speed: CopySpeed | None
     assert len(text.splitlines()) == 3 + max(len(trace.groups), 1)
     old = json.loads(text)
     del old["trace"]["forward_room"], old["trace"]["backward_room"]
-    assert from_json(json.dumps(old))[0] == replace(trace, forward_room=0, backward_room=()), "before it was measured"
+    for group in old["trace"]["groups"]:
+        del group["stays"]
+    assert from_json(json.dumps(old))[0] == replace(
+        trace, forward_room=0, backward_room=(), groups=tuple(replace(group, stays=()) for group in trace.groups))
+
+
+def told_to_stay(places) -> str:
+    told = json.loads(to_json(TEN))
+    told["trace"]["groups"][0]["stays"] = places
+    return json.dumps(told)
 
 
 def test_files_with_mistakes_are_refused_with_all_of_them() -> None:
@@ -155,6 +164,8 @@ def test_files_with_mistakes_are_refused_with_all_of_them() -> None:
                        (json.dumps(good | {"trace": 3}), "groups must be a list"),
                        (json.dumps(good | {"trace": good["trace"] | {"backward_room": [1, 2.5]}}),
                         "backward_room of trace must be a list of whole numbers, not .1, 2.5."),
-                       (json.dumps(good | {"trace": good["trace"] | {"slots": 0}}), "slots is 0")):
+                       (json.dumps(good | {"trace": good["trace"] | {"slots": 0}}), "slots is 0"),
+                       (told_to_stay("1"), "stays of group 0 must be a list of whole numbers"),
+                       (told_to_stay([-1]), "the least of stays is -1")):
         with pytest.raises(ValueError, match=said):
             from_json(text)

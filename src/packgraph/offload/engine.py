@@ -7,6 +7,9 @@ any number of microbatches may be in flight, in any order, and captured graphs o
     forward     block opens, hooks pack ─▶ block closes, commit ─▶ main waits for the oldest of too many copies
     backward    first tensor of group j is asked for ─▶ reloads planned for j start ─▶ main waits for j's own
 
+Memory that somebody else holds, too, is freed by no copy. Eager passes that are traced look for it when their forward
+is over, and it stays from then on; with a plan what stays is the trace's, and no graph differs from another in it.
+
 Before there is a plan everything eligible moves and comes back one group ahead: what a first step would not have room
 for would never be traced. Eager work and captures follow the plan from the next pass on; it does not change under
 graphs: whoever follows another one gives up the graphs first, or attaches another engine, which modules notice.
@@ -18,8 +21,9 @@ In a capture the lanes are the capture's. Reloads start within the capture that 
 no copy may outlast its graph.
 """
 import contextlib
+import itertools
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,6 +111,7 @@ class Offload:
         self._times: PassTimes | None = None
         self._looks = 0  # passes that were traced
         self._index: dict[tuple[int, str, int], int] = {}
+        self._stays: defaultdict[tuple[int, str], set[int]] = defaultdict(set)  # by layer and name, see Group
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
         self._waits = self._captured_waits = Waits(lanes)
@@ -121,6 +126,9 @@ class Offload:
         self.plan, self._trace, self.in_flight = plan, trace, plan.in_flight
         self._index = {(group.layer, group.name, group.part): place for place, group in enumerate(trace.groups)}
         self._backward = {place: number for number, place in enumerate(trace.backward_order)}
+        self._stays = defaultdict(set)  # another one: passes in flight add to theirs
+        for planned in trace.groups:
+            self._stays[planned.layer, planned.name].update(planned.stays)
         self._pass = None
 
     def settle(self) -> None:
@@ -181,12 +189,14 @@ class Offload:
         if layer not in now.fixed:
             now.fixed[layer] = {_address(tensor) for tensor in stays()}
         fixed = now.fixed[layer].union(_address(leaf) for leaf in tree_leaves(leave) if isinstance(leaf, Tensor))
+        saves = itertools.count()
 
         def pack(tensor: Tensor) -> Handle | Tensor:
+            place = next(saves)  # of all, since what a capture takes in stays there, and moves elsewhere
             if type(tensor) not in (Tensor, DTensor) or tensor.layout is not torch.strided or not tensor.numel() \
                     or (tensor.is_leaf and tensor.requires_grad) or _address(tensor) in fixed:
                 return tensor
-            return group.pack(tensor, now.known(local_tensor(tensor)))
+            return group.pack(tensor, now.known(local_tensor(tensor)), place)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -224,7 +234,8 @@ class Offload:
             needed = self._backward.get(place, len(self._backward))
             starts = self._backward[self.plan.reload_at[place]] if moves else None
         group = Group(name, layer, order, now.lanes, part=part, moves=moves, min_bytes=self.min_bytes,
-                      reached=partial(self._reached, now), wait=partial(self._wait, now.lanes))
+                      stays=self._stays[layer, name], reached=partial(self._reached, now),
+                      wait=partial(self._wait, now.lanes))
         now.seen.add((layer, name))
         now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
         return group
@@ -282,6 +293,9 @@ class Offload:
         self._end_forward(now.lanes)
         times, reloads = now.times, now.to_reload(group.order)
         if times is not None:
+            if not times.needed and now.lanes is self.lanes and self.plan is None:
+                self._find_held(now)
+                times.forward_is_over()
             times.reached(group, reloads)
             if times.is_complete() and now.lanes is not self.lanes:
                 if times not in self._captured:
@@ -290,6 +304,14 @@ class Offload:
                 self._times = times
         for other in reloads:
             other.start_reload()
+
+    def _find_held(self, now: Pass) -> None:
+        """A forward is over and its locals are gone: who holds memory of its groups now has saved it, too, or keeps it
+        for other reasons. That memory stays in all later passes, since what was held once may be again."""
+        groups = [group for group in (entry.group() for entry in now.entries) if group is not None]
+        for group in groups:
+            held = {memory.place for memory in group.large if memory.place not in group.stays and memory.is_held()}
+            self._stays[group.layer, group.name] |= held
 
 
 def _address(tensor: Tensor) -> int:

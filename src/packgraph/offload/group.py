@@ -7,12 +7,13 @@
 What moves is memory, not tensors: q, k and v as views of one product are one copy and come back as the views they were,
 in the layout they had, so kernels compute the same bits. Memory that an earlier group has saved already is that
 group's. Whether memory moves is known at commit only: it must be `min_bytes` large, and the views saved must cover half
-of it, since copying the rest would free nothing.
+of it, since copying the rest would free nothing. Memory that somebody else holds, too, is freed by no copy; that is
+known when a forward is over, so later passes leave it where it is (`stays`).
 
 Handles own the group. When the last one is gone without a backward, the host memory goes back to the lanes.
 """
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,15 @@ COVERED = 0.5  # of memory that moves, by the views that were saved
 class Memory:
     """The memory behind saved tensors of a group.
 
-    device: uint8 [n], while it has not moved. moved: whether it did. restored: what was brought back, while a handle
-    needs it. waiting: handles that have not been asked for.
+    place: number of the save, among all of its block, that brought it in: the same in every pass, however it is cut.
+    device: uint8 [n], until commit. moved: whether it did. restored: what was brought back, while a handle needs it.
+    waiting: handles that have not been asked for. handles: all of them, of later groups, too.
     """
 
-    def __init__(self, group: "Group", tensor: Tensor) -> None:
+    def __init__(self, group: "Group", tensor: Tensor, place: int) -> None:
         storage = tensor.untyped_storage()
-        self.group, self.version = group, tensor._version
+        self.group, self.version, self.place = group, tensor._version, place
+        self.handles: list[weakref.ref[Handle]] = []
         self.nbytes, self.covered, self.waiting, self.moved = storage.nbytes(), 0, 0, False
         self.storage = weakref.ref(storage)
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -44,6 +47,17 @@ class Memory:
     def still(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in this memory, unchanged since it was saved first."""
         return self.storage() is not None and self.version == tensor._version
+
+    def is_held(self) -> bool:
+        """Whether somebody else holds it, so that moving frees nothing. Our references are the tensor of every handle
+        while it has not moved, the source of its copy until main has waited, and the storage's Python object here."""
+        storage = self.storage()
+        if storage is None:
+            return False
+        handles = [handle for handle in (reference() for reference in self.handles) if handle is not None]
+        ours = sum(handle.kept is not None for handle in handles)
+        ours += self.device is not None or (self.moved and not self.group.has_left())
+        return ours == 0 or torch._C._storage_Use_Count(storage._cdata) > ours + 1
 
 
 @dataclass(eq=False)
@@ -92,17 +106,18 @@ class Handle:
 class Group:
     """name, layer: the module's. part: of what it saves. order: number within its pass. lanes: that carry its copies.
 
-    moves: whether the plan wants it on the host. reached: called by the first tensor that backward asks for. wait:
-    lets main wait for a copy of `lanes`.
+    moves: whether the plan wants it on the host. stays: places of the memories that do not move, since somebody else
+    holds them; the engine may add to it. reached: called by the first tensor that backward asks for. wait: lets main
+    wait for a copy of `lanes`. large: since commit, what may move, with what stays.
     """
 
     def __init__(self, name: str, layer: int, order: int, lanes: Lanes, *, part: int, moves: bool, min_bytes: int,
-                 reached: Callable[["Group"], None], wait: Callable[[Copy], None]) -> None:
+                 stays: Set[int], reached: Callable[["Group"], None], wait: Callable[[Copy], None]) -> None:
         self.name, self.layer, self.part, self.order, self.lanes = name, layer, part, order, lanes
-        self.moves, self.min_bytes = moves, min_bytes
+        self.moves, self.min_bytes, self.stays = moves, min_bytes, stays
         self.memories: dict[int, Memory] = {}
+        self.large: list[Memory] = []
         self.moved: list[Memory] = []
-        self.eligible_bytes, self.eligible_copies = 0, 0
         self.host: HostMemory | None = None
         self.copy_out: Copy | None = None
         self.copy_back: Copy | None = None
@@ -110,8 +125,8 @@ class Group:
         self._reached: Callable[[Group], None] | None = reached
         self._wait = wait
 
-    def pack(self, tensor: Tensor, memory: Memory | None) -> Handle:
-        """The handle of `tensor`. memory: of an earlier group, None = this group's own."""
+    def pack(self, tensor: Tensor, memory: Memory | None, place: int) -> Handle:
+        """The handle of `tensor`. memory: of an earlier group, None = this group's own. place: number of the save."""
         placed = None
         if isinstance(tensor, DTensor):
             placed = {"device_mesh": tensor.device_mesh, "placements": tensor.placements, "shape": tensor.shape,
@@ -123,13 +138,14 @@ class Group:
                 key = tensor.untyped_storage()._cdata
                 memory = self.memories.get(key)
                 if memory is None or not memory.still(tensor):
-                    memory = self.memories[key] = Memory(self, tensor)
+                    memory = self.memories[key] = Memory(self, tensor, place)
         memory.covered += tensor.numel() * tensor.element_size()
         memory.waiting += 1
         handle = Handle(self, memory, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
                         tuple(tensor.stride()), tensor._version, None if memory.moved else tensor, placed)
+        memory.handles.append(weakref.ref(handle))
         if memory.group is self:
-            self._handles.append(weakref.ref(handle))
+            self._handles.append(memory.handles[-1])
         return handle
 
     def in_parts(self, most: int) -> list[list[Memory]]:
@@ -166,10 +182,9 @@ class Group:
         """
         changed = {id(handle.memory) for handle in self._living() if handle.kept is not None
                    and handle.kept._version != handle.version}
-        moving = [memory for memory in self.memories.values() if memory.nbytes >= self.min_bytes
-                  and memory.covered >= COVERED * memory.nbytes and id(memory) not in changed]
-        self.eligible_bytes = sum(memory.nbytes for memory in moving)
-        self.eligible_copies = len(moving)
+        self.large = [memory for memory in self.memories.values() if memory.nbytes >= self.min_bytes
+                      and memory.covered >= COVERED * memory.nbytes and id(memory) not in changed]
+        moving = [memory for memory in self.large if memory.place not in self.stays]
         sources = [memory.device for memory in moving if memory.device is not None]
         for memory in self.memories.values():
             memory.device = None
@@ -201,6 +216,15 @@ class Group:
 
     def _living(self) -> list[Handle]:
         return [handle for handle in (reference() for reference in self._handles) if handle is not None]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of what has moved, and comes back."""
+        return sum(memory.nbytes for memory in self.moved)
+
+    def has_left(self) -> bool:
+        """Whether main has waited for the copy to the host."""
+        return self.copy_out is not None and self.copy_out.done
 
     def reached(self) -> None:
         """Backward asks for a tensor of this group."""

@@ -10,11 +10,13 @@ In a captured pass the same clocks are nodes of its graphs, and tell what the la
 without the host that eager work may wait for.
 
 Bytes of groups that are on the device are counted beside in eager passes, for `room.py`: a group's from its commit on,
-without those whose copies main has waited for, and those that come back until the next backward begins.
+without those whose copies main has waited for, and those that come back until the next backward begins. Memory that
+somebody else turns out to hold (`Group.stays`) was none of theirs, in this pass, too; but what a copy of it brings back
+takes memory once more.
 """
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -66,15 +68,31 @@ def copy_speed_of(lanes: Lanes, known: CopySpeed) -> CopySpeed:
 
 
 class _Made(NamedTuple):
-    """A group and the time at which it was made. block: number of the module that it is a part of."""
+    """A group and the time at which it was made. memories: place and bytes of what is large enough. stays: places
+    of those that stay, by all that is known until now. block: number of the module that it is a part of, from 1."""
 
     name: str
     layer: int
     part: int
-    nbytes: int
-    copies: int
+    memories: tuple[tuple[int, int], ...]
+    stays: Set[int]
     mark: Mark
     block: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each memory that may move."""
+        return [nbytes for place, nbytes in self.memories if place not in self.stays]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    def planned(self, forward_us: float, backward_us: float) -> OffloadGroup:
+        """The group as plans know it."""
+        stays = tuple(place for place, _ in self.memories if place in self.stays)
+        return OffloadGroup(self.name, self.layer, self.nbytes, forward_us, backward_us, max(1, len(self.sizes)),
+                            self.part, stays)
 
 
 class PassTimes:
@@ -88,21 +106,37 @@ class PassTimes:
         self.scopes = {self.lanes.scope}
         self.room, self._held, self._running = None if captured else Room(self.lanes), 0, 0
         self._block = 0
-        self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()
+        self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()  # with its order
+        self._counted: list[int] = []  # by order, bytes of the group while it is on the device
+        self._left: dict[int, int] = {}  # by order, the number of modules made until it had left
 
     def committed(self, group: Group, is_last: bool) -> None:
         """The next group is made. is_last: of its parts, all of which have been there."""
-        block = (self.made[-1].block if self.made else 0) + (group.part == 0)
-        self.made.append(_Made(group.name, group.layer, group.part, group.eligible_bytes, group.eligible_copies,
-                               self.waits.mark(), block))
-        self._held += group.eligible_bytes
+        memories = tuple((memory.place, memory.nbytes) for memory in group.large)
+        self.made.append(_Made(group.name, group.layer, group.part, memories, group.stays, self.waits.mark(),
+                               self._blocks + (group.part == 0)))
+        self._counted.append(self.made[-1].nbytes)
+        self._held += self._counted[-1]
         if group.host is not None:
-            self._leaving.append((weakref.ref(group), group.eligible_bytes))
+            self._leaving.append((weakref.ref(group), group.order))
         self.scopes.add(self.lanes.scope)
         if self.room is not None and is_last:
             self.room.made(self._held)  # with what main has waited for since the block opened: it was there until then
         if is_last:
             self._given_back()
+
+    def forward_is_over(self) -> None:
+        """It is known what stays: that never was the groups'."""
+        self._given_back()
+        for order, made in enumerate(self.made):
+            surplus = self._counted[order] - made.nbytes
+            if surplus == 0:
+                continue
+            self._counted[order] = made.nbytes
+            if order not in self._left:
+                self._held -= surplus
+            if self.room is not None:
+                self.room.is_others(surplus, made.block - 1, self._left.get(order, self._blocks))
 
     def reached(self, group: Group, reloads: Sequence[Group]) -> None:
         """Backward has come to `group`; `reloads` begin now."""
@@ -111,19 +145,27 @@ class PassTimes:
         self._given_back()
         if (block := self.made[group.order].block) != self._block:
             self._held, self._running, self._block = self._held - self._running, 0, block
-        before = self._held
-        self._held += sum(other.eligible_bytes for other in reloads)
-        self._running += group.eligible_bytes
+        before, coming = self._held, {other.order for other in reloads}
+        # What comes back has left first, if only now.
+        self._held -= sum(self._counted[order] for _, order in self._leaving if order in coming)
+        self._leaving = deque(entry for entry in self._leaving if entry[1] not in coming)
+        self._held += sum(other.moved_bytes for other in reloads)
+        self._running += group.moved_bytes if group.moved else self._counted[group.order]
         if self.room is not None:
             self.room.reached(before, self._held, block)
 
     def _given_back(self) -> None:
         while self._leaving:
-            group, nbytes = self._leaving[0][0](), self._leaving[0][1]
-            if group is not None and (group.copy_out is None or not group.copy_out.done):
+            group, order = self._leaving[0][0](), self._leaving[0][1]
+            if group is not None and not group.has_left():
                 break
             self._leaving.popleft()
-            self._held -= nbytes
+            self._left[order] = self._blocks
+            self._held -= self._counted[order]
+
+    @property
+    def _blocks(self) -> int:
+        return self.made[-1].block if self.made else 0
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +178,7 @@ class PassTimes:
 
     def is_complete(self) -> bool:
         """Whether backward has come to every module, if not to each part of what it saved."""
-        return len({self.made[order].block for order in self.needed}) == (self.made[-1].block if self.made else -1)
+        return len({self.made[order].block for order in self.needed}) == (self._blocks or -1)
 
     def is_replayed(self) -> bool:
         """Whether the graphs of a captured pass have run: one, or one of its forward and one of its backward. Among
@@ -159,8 +201,7 @@ class PassTimes:
         for order, made in enumerate(self.made):
             passed = max(passed, worked(self.started, made.mark))
             needed = reached[order] if order in reached else max(0.0, worked(begin, first[made.block]))
-            groups.append(OffloadGroup(made.name, made.layer, made.nbytes, passed, needed, max(1, made.copies),
-                                       made.part))
+            groups.append(made.planned(passed, needed))
         found = OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups))
         return found if self.room is None else replace(found, forward_room=self.room.nbytes, backward_room=self.room.of(
             [made.block for made in self.made]))

@@ -13,8 +13,8 @@ from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
 
 FORMAT = "packgraph offload trace 1"
 WHOLE = ("layer", "bytes", "copies", "part", "slots", "other_bytes", "forward_room")
-WHOLES = ("backward_room",)
-OPTIONAL = ("forward_room", "part", "backward_room")  # files of before there were any
+WHOLES = ("backward_room", "stays")
+OPTIONAL = ("forward_room", "part", "backward_room", "stays")  # files of before there were any
 
 
 def to_json(trace: OffloadTrace, speed: CopySpeed | None = None) -> str:

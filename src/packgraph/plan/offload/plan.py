@@ -41,7 +41,8 @@ class OffloadGroup:
     forward_us: from the start of the microbatch's forward to this group's commit. backward_us: from the start of the
     microbatch's backward to the start of this group's backward. Both count compute alone, without waiting for copies.
     copies: how many tensors are copied, each of which has the latency of a copy. part: number among those of its
-    module, which follow each other.
+    module, which follow each other. stays: what a trace found that somebody else holds, too, so that moving it would
+    free nothing: it does not move and is not counted. Places among all that the module saves, in order.
     """
 
     name: str
@@ -51,6 +52,7 @@ class OffloadGroup:
     backward_us: float
     copies: int = 1
     part: int = 0
+    stays: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ def trace_errors(trace: OffloadTrace) -> list[str]:
     for index, group in enumerate(trace.groups):
         told = f"group {index} ({group.name} of layer {group.layer})"
         errors += [f"{told}: {name} is {value}, must be at least {least}" for name, value, least in (
-            ("bytes", group.bytes, 0), ("copies", group.copies, 1)) if value < least]
+            ("bytes", group.bytes, 0), ("copies", group.copies, 1),
+            ("the least of stays", min(group.stays, default=0), 0)) if value < least]
         if not before <= group.forward_us <= trace.forward_us:
             errors.append(f"{told} is made after {group.forward_us} us: groups stand in the order of their forwards, "
                           f"so it must be {before} to {trace.forward_us}, the end of the forward")

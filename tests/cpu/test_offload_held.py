@@ -1,0 +1,148 @@
+"""Who holds memory of a group beside the engine is counted exactly, and what is held stays in all later passes."""
+from dataclasses import replace
+
+import pytest
+import torch
+from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, same, train
+from torch import nn
+
+from packgraph.graphs.lanes import captured_lanes
+from packgraph.graphs.lanes_emulated import EmulatedLanes
+from packgraph.offload.attach import attach
+from packgraph.offload.engine import Offload
+from packgraph.offload.group import Group
+
+INPUT = torch.linspace(0.0, 1.0, 8)
+MODULES = ("core_attn", "attn_proj", "mlp_act")
+WAYS = {"nothing moves": {"measures": True}, "copied": {"in_flight": 0}, "on its way": {"in_flight": 9},
+        "postponed": {"postpones": True}}
+
+
+class Saving(nn.Module):
+    """Three groups, of which the second saves what the first has saved. who: saves or gets it, too."""
+
+    def __init__(self, who):
+        super().__init__()
+        self.who, self.offload = who, None
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 8))
+
+    def forward(self, x):
+        hidden, extra = x * self.weight, 0.0
+        if self.who == "an operation before":
+            extra = hidden.sin()
+        with self.offload("core_attn"):
+            out = hidden.cos()
+        with self.offload("attn_proj"):
+            out = out + hidden.sinh()
+        if self.who == "an operation behind":
+            extra = hidden.view(2, 4).sin().view(8)
+        with self.offload("mlp_act"):
+            loss = (out + extra).exp().sum()
+        held = {"the caller": hidden, "the caller by a view": hidden.detach()[5:], "the caller by its storage":
+                hidden.untyped_storage(), "the caller by its graph": hidden.grad_fn}
+        return loss, held.get(self.who)
+
+
+def saving(who, late=(), **options):
+    """(what stays of every group, by passes; copies to the host, by passes; gradient)"""
+    module, lanes = Saving(who), EmulatedLanes(late)
+    engine = Offload(MODULES, lanes, **{"min_bytes": 32} | options)
+    attach(engine, module)
+    stays, copies = [], []
+    for _ in range(3):
+        before = lanes._count
+        loss, held = module(INPUT)
+        copies.append(lanes._count - before if not options.get("postpones") else len(lanes._postponed))
+        loss.backward()
+        del loss, held
+        stays.append([group.stays for group in engine._pass.times.trace().groups])
+        engine.end_step()
+    return stays, copies, module.weight.grad
+
+
+@pytest.mark.parametrize("late", [(), ("out", "back")])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("who", "holds"), [
+    ("nobody", False), ("the caller by its graph", False), ("an operation before", True), ("an operation behind", True),
+    ("the caller", True), ("the caller by a view", True), ("the caller by its storage", True)])
+def test_what_others_hold_stays_from_the_next_pass_on(who, holds, way, late):
+    if way != "copied" and who == "the caller by its storage":
+        pytest.skip("the Python object of a storage is ours, too, and only seen where nothing else is left")
+    stays, copies, gradient = saving(who, late, **WAYS[way])
+    first, *others = stays[0]
+    assert bool(first) == holds and not any(others) and stays[1:] == stays[:1] * 2
+    if way != "nothing moves":
+        assert copies == ([2, 1, 1] if holds else [2, 2, 2]), "nothing is no copy"
+    assert torch.equal(gradient, saving(who, measures=True)[2])
+
+
+def test_what_was_held_once_stays():
+    module = Saving("the caller")
+    engine = Offload(MODULES, EmulatedLanes(), min_bytes=32, policy=lambda trace: None)
+    attach(engine, module)
+    bytes_of, kept = [], []
+    for keeps in (False, True, False):
+        loss, held = module(INPUT)
+        kept = [held] if keeps else []
+        del held
+        loss.backward()
+        engine.end_step()
+        bytes_of.append(engine.trace.groups[0].bytes)
+    assert not kept and bytes_of[0] - bytes_of[1] == 32 and bytes_of[1] == bytes_of[2], "earlier traces know of it, too"
+
+
+def test_nothing_that_a_plan_decides_changes_behind_it():
+    """Passes that follow a plan, also one that began before it, find nothing new."""
+    module = Saving("the caller")
+    engine = Offload(MODULES, EmulatedLanes(), min_bytes=32, policy=by_hand())
+    attach(engine, module)
+    for _ in range(2):
+        loss, held = module(INPUT)
+        del held
+        loss.backward()
+        engine.end_step()
+    begun, held = module(INPUT)
+    engine.settle()
+    begun.backward()
+    for _ in range(2):
+        loss, held = module(INPUT)
+        loss.backward()
+        engine.end_step()
+        assert held is not None and not any(engine._stays.values())
+    assert engine.plan.moves == (True, False, True)
+
+
+def shared(**options):
+    made = config(experts=True, **options)
+    return replace(made, experts=replace(made.experts, shared=1))
+
+
+@pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+def test_graphs_leave_the_same_memory_where_it_is(granularity, monkeypatch):
+    """Its places are the same in eager passes and in captures, though a graph takes in leaves."""
+    counts = {"counts": (1, 1, 2, 1), "capacities": CAPACITIES}
+    commit, moved = Group.commit, {True: {}, False: {}}
+
+    def watched(self, *args, **options):
+        commit(self, *args, **options)
+        own = {memory.place: memory.moved for memory in self.large}
+        moved[captured_lanes() is not None].setdefault((self.layer, self.name), []).append(own)
+
+    modules = [name for name in EXPERTS if granularity == "chunk" or "norm" not in name]
+    monkeypatch.setattr(Group, "commit", watched)
+    found, engine, _ = train(shared(), modules, granularity=granularity, late=("out", "back"), policy=by_hand(),
+                             **counts)
+    assert same(found, train(shared(), **counts)[0])
+    (group,) = [group for group in engine.trace.groups if group.stays]
+    assert (group.name, group.layer) == ("mlp_act", 1) and group.bytes > 0
+    assert bool(moved[True]) == (granularity is not None)
+    for key, passes in moved[True].items():
+        assert all(own == moved[False][key][-1] for own in passes)
+    last = moved[granularity is not None][1, "mlp_act"][-1]
+    assert any(last.values()) and not any(last[place] for place in group.stays)
+
+
+@pytest.mark.parametrize("granularity", [None, "chunk"])
+def test_nobody_else_holds_what_all_modules_of_a_dense_layer_save(granularity):
+    _, engine, _ = train(config(), DENSE, granularity=granularity, counts=(1, 3, 1))
+    assert all(group.bytes > 0 and not group.stays for group in engine.trace.groups)
