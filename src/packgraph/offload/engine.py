@@ -8,7 +8,7 @@ any number of microbatches may be in flight, in any order, and captured graphs o
     backward    first tensor of group j is asked for ─▶ reloads planned for j start ─▶ main waits for j's own
 
 Memory that somebody else holds, too, is freed by no copy. Eager passes that are traced look for it when their forward
-is over, and it stays from then on; with a plan what stays is the trace's, and no graph differs from another in it.
+is over, and it stays in the next pass; with a plan what stays is the trace's, and no graph differs from another in it.
 
 Before there is a plan everything eligible moves and comes back one group ahead: what a first step would not have room
 for would never be traced. Eager work and captures follow the plan from the next pass on; it does not change under
@@ -307,10 +307,10 @@ class Offload:
 
     def _find_held(self, now: Pass) -> None:
         """A forward is over and its locals are gone: who holds memory of its groups now has saved it, too, or keeps it
-        for other reasons. That memory stays in all later passes, since what was held once may be again."""
-        groups = [group for group in (entry.group() for entry in now.entries) if group is not None]
-        for group in groups:
-            held = {memory.place for memory in group.large if memory.place not in group.stays and memory.is_held()}
+        for other reasons. The last pass decides: first ones compile kernels, which may keep what they were given."""
+        for group in (group for entry in now.entries if (group := entry.group()) is not None):
+            held = {memory.place for memory in group.large if memory.is_held()}
+            self._stays[group.layer, group.name] -= {memory.place for memory in group.large} - held
             self._stays[group.layer, group.name] |= held
 
 

@@ -8,7 +8,7 @@ What moves is memory, not tensors: q, k and v as views of one product are one co
 in the layout they had, so kernels compute the same bits. Memory that an earlier group has saved already is that
 group's. Whether memory moves is known at commit only: it must be `min_bytes` large, and the views saved must cover half
 of it, since copying the rest would free nothing. Memory that somebody else holds, too, is freed by no copy; that is
-known when a forward is over, so later passes leave it where it is (`stays`).
+known when a forward is over, so the next pass leaves it where it is (`stays`).
 
 Handles own the group. When the last one is gone without a backward, the host memory goes back to the lanes.
 """
@@ -50,14 +50,15 @@ class Memory:
 
     def is_held(self) -> bool:
         """Whether somebody else holds it, so that moving frees nothing. Our references are the tensor of every handle
-        while it has not moved, the source of its copy until main has waited, and the storage's Python object here."""
+        while it has not moved, the source of its copy until main has waited, and the storage's Python object here; who
+        keeps that object instead of a tensor is not seen."""
         storage = self.storage()
         if storage is None:
             return False
         handles = [handle for handle in (reference() for reference in self.handles) if handle is not None]
         ours = sum(handle.kept is not None for handle in handles)
         ours += self.device is not None or (self.moved and not self.group.has_left())
-        return ours == 0 or torch._C._storage_Use_Count(storage._cdata) > ours + 1
+        return torch._C._storage_Use_Count(storage._cdata) > ours + 1
 
 
 @dataclass(eq=False)
@@ -107,7 +108,7 @@ class Group:
     """name, layer: the module's. part: of what it saves. order: number within its pass. lanes: that carry its copies.
 
     moves: whether the plan wants it on the host. stays: places of the memories that do not move, since somebody else
-    holds them; the engine may add to it. reached: called by the first tensor that backward asks for. wait: lets main
+    holds them; the engine may change it. reached: called by the first tensor that backward asks for. wait: lets main
     wait for a copy of `lanes`. large: since commit, what may move, with what stays.
     """
 
