@@ -75,7 +75,7 @@ def test_a_copy_leaves_the_device_what_the_process_has_needed(nbytes, free, fits
     for name, found in {"mem_get_info": (free, 0), "memory_allocated": 50, "memory_reserved": 70,
                         "max_memory_allocated": 100}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
-    whole = SimpleNamespace(device=torch.device("cuda"), numel=lambda: nbytes)
+    whole = SimpleNamespace(device=torch.device("cuda", 0), numel=lambda: nbytes)
     assert guard._has_room(whole) == fits
 
 

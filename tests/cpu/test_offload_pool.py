@@ -3,7 +3,8 @@ import pytest
 import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warmed
 
-from packgraph.graphs.memory_trace import trace_memory
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.memory_trace import TraceWindow, trace_memory
 from packgraph.plan.offload.plan import CopySpeed
 from packgraph.plan.offload.search import plan_for_time
 
@@ -68,3 +69,20 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
         facts.append(([p.grad.clone() for p in graphed.parameters()], graphed.stats.pool_bytes))
     (plain, pool), (after, taken) = facts
     assert all(torch.equal(a, b) for a, b in zip(plain, after, strict=True)) and pool == taken
+
+
+def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
+    """Their sources would be held, beside all that is measured later."""
+    graphed, engine, arguments = warmed(config(), DENSE, late=("out", "back"))
+    end, under_way = TraceWindow.end_operation, []
+
+    def full(self, result, inputs):
+        end(self, result, inputs)
+        under_way.append(len(engine.lanes._under_way))
+        if under_way[-1]:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(TraceWindow, "end_operation", full)
+    with pytest.raises(CaptureError, match="no room"):
+        trace_memory(graphed, arguments)
+    assert under_way[-1] and not engine.lanes._under_way

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.peak_memory import most_allocated
 
 aten = torch.ops.aten
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -135,7 +136,7 @@ def _has_room(whole: torch.Tensor) -> bool:
     free, _ = torch.cuda.mem_get_info(whole.device)
     held = torch.cuda.memory_allocated(whole.device)
     free += torch.cuda.memory_reserved(whole.device) - held
-    return free - whole.numel() >= torch.cuda.max_memory_allocated(whole.device) - held
+    return free - whole.numel() >= most_allocated(whole.device) - held
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, parts
+from packgraph.graphs.peak_memory import look
 
 
 def pinned(nbytes: int) -> torch.Tensor:
@@ -144,7 +145,6 @@ class CudaLanes:
     def memory(self) -> DeviceMemory:
         """See Lanes."""
         # The plain dictionary: memory_allocated and max_memory_allocated flatten and sort it first, each for itself.
-        found = torch.cuda.memory.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
-        torch.cuda.reset_peak_memory_stats(self.device)
+        found = look(self.device)["allocated_bytes"]["all"]
         return DeviceMemory(found["current"], found["peak"])
 

@@ -9,7 +9,7 @@ runs the operations instead of capturing them, and notes the birth and death of 
 It is undone like a rehearsal, takes about the memory of one eager microbatch, and adds gradients to a spare buffer.
 Memory that a kernel takes and gives back inside one operation (accumulators of attention, say) is no tensor that
 anybody sees: on CUDA the allocator's peak during each operation tells of it. That starts the allocator's peak
-statistics (torch.cuda.max_memory_allocated) again.
+statistics (torch.cuda.max_memory_allocated) again; what they said before is in `peak_memory.py`.
 """
 import gc
 import weakref
@@ -30,6 +30,7 @@ from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.guard import PLAIN_TENSORS, Journal, Watch, shapes_only
 from packgraph.graphs.lanes import Copy, HostMemory, Lanes, TimedCopy, capturing_lanes
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, local_tensor
+from packgraph.graphs.peak_memory import look
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import refusal
 from packgraph.graphs.signature import signature
@@ -202,8 +203,10 @@ class TraceWindow:
         self._brief = brief
         self.lanes.scope += 1  # copies end with the capture that they begin in
         with capturing_lanes(self.lanes), _Tracing(self):
-            result = run()
-            self.lanes.join()
+            try:
+                result = run()
+            finally:
+                self.lanes.join()  # also where memory runs out: sources of copies under way are held until then
         self._brief = False
         return _NoGraph(), result
 
@@ -275,16 +278,12 @@ class _HiddenMemory:
 
     def begin(self) -> None:
         """Look at what is taken now."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._before = self._asked("current")
+        self._before = look(self.device)["requested_bytes"]["all"]["current"]
 
     def end(self, made: int) -> int:
         """Bytes at the peak since `begin` beyond the `made` bytes of new tensors."""
-        return max(0, self._asked("peak") - self._before - made)
-
-    def _asked(self, when: str) -> int:
-        stats = torch.cuda.memory.memory_stats_as_nested_dict(self.device)
-        return stats["requested_bytes"]["all"][when]
+        peak = torch.cuda.memory.memory_stats_as_nested_dict(self.device)["requested_bytes"]["all"]["peak"]
+        return max(0, peak - self._before - made)
 
 
 class _Tracing(Watch):

@@ -1,0 +1,35 @@
+"""The most that torch's allocator for CUDA has held, over all starts of its statistics.
+
+Who asks for the peak of one operation or one stretch starts the statistics again, and what came before would be
+forgotten: `torch.cuda.max_memory_allocated` is of the time since then. So whoever does that does it by `look`.
+"""
+from collections import Counter
+from typing import Any
+
+import torch
+
+_MOST: Counter[tuple[int, str]] = Counter()  # by device and kind
+
+
+def look(device: torch.device) -> dict[str, Any]:
+    """The allocator's statistics, nested (torch.cuda.memory_stats); its peaks begin anew."""
+    found = torch.cuda.memory.memory_stats_as_nested_dict(device)
+    for kind in ("allocated_bytes", "reserved_bytes"):
+        place = _number(device), kind
+        _MOST[place] = max(_MOST[place], found[kind]["all"]["peak"])
+    torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+def most_allocated(device: torch.device) -> int:
+    """Bytes of tensors at the most, in this process."""
+    return max(_MOST[_number(device), "allocated_bytes"], torch.cuda.max_memory_allocated(device))
+
+
+def most_reserved(device: torch.device) -> int:
+    """Bytes that the allocator has held at the most, in this process."""
+    return max(_MOST[_number(device), "reserved_bytes"], torch.cuda.max_memory_reserved(device))
+
+
+def _number(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
