@@ -22,8 +22,10 @@ COMPILED: Column = ("compiled", lambda row: "yes" if row["compile"] else "no")
 FLAT: dict[str, list[Column]] = {
     "attention": attention.COLUMNS, "padding": padding.COLUMNS, "memory": [MODEL, *memory.COLUMNS],
     "capture": [MODEL, *capture.COLUMNS], "pipeline": [MODEL, *pipeline.COLUMNS],
-    "context": [*context.COLUMNS, ("attention", lambda row: row["attention"].split(" ", 1)[0]), COMMIT],
+    "context": [("longest", value("longest")), ("places", lambda row: " ".join(map(str, row["places"]))),
+                *context.COLUMNS, ("attention", lambda row: row["attention"].split(" ", 1)[0]), COMMIT],
     "offload": [MODEL, COMPILED, ("connections", value("connections")), *offload.COLUMNS, COMMIT]}
+SORTED = {"offload": ("model", "compile", "connections", "tokens")}  # rows of several runs in one table
 DRAWN = ("attention", "padding", "memory", "capture")  # by plot.py, one picture each
 PLACE = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -37,6 +39,8 @@ def tables(rows: Sequence[Row], benchmark: str) -> str:
         return step_tables(found)
     devices = ", ".join(dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in found))
     picture = f"![{benchmark}](bench_{benchmark}.svg)\n\n" if benchmark in DRAWN else ""
+    if benchmark in SORTED:
+        found.sort(key=lambda row: [str(row.get(name)).rjust(9) for name in SORTED[benchmark]])  # else as they came
     return f"{picture}{markdown(found, FLAT[benchmark])}\n{devices}\n"
 
 

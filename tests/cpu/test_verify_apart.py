@@ -12,7 +12,7 @@ import torch
 from verifykit import BROKEN, break_gradient, break_random_state
 
 from packgraph import cli
-from packgraph.diagnose import side
+from packgraph.diagnose import apart, side
 from packgraph.diagnose.apart import Apart, verify_apart
 from packgraph.diagnose.command import verify_problems
 from packgraph.diagnose.digest import DIFFERS
@@ -171,3 +171,13 @@ def test_what_would_hold_two_models_after_all_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["verify", "qwen3-tiny", "--apart"]) == 2
     assert "add --skip-one-process" in capsys.readouterr().err
+
+
+def test_memory_is_given_back_before_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What refers to itself, of the run before, would be there beside the next one's."""
+    events: list[str] = []
+    free, made = apart._free, side.Side.__init__
+    monkeypatch.setattr(apart, "_free", lambda device: (events.append("free"), free(device))[1])
+    monkeypatch.setattr(side.Side, "__init__", lambda self, *args: (events.append("run"), made(self, *args))[1])
+    assert verify_apart("run", granular("layer", steps=3), lambda: random_packs(1), CPU).good
+    assert events == ["free", "run"] * 2

@@ -192,10 +192,8 @@ class _Run:
         return predicted
 
     def _predicted_pool(self) -> int | None:
-        """What the capture to come will take, with all that moves by the plan it will follow; None where a traced
-        microbatch has no room."""
-        if self.engine is not None:
-            self.engine.settle()
+        """What the capture to come will take, with all that moves by the plan, which is made here at the latest; None
+        where a traced microbatch has no room."""
         graphed = self.way.graphed
         try:
             traces = {capacity: trace_memory(graphed, self.way.work.arguments(batch))

@@ -7,7 +7,7 @@ from packgraph.bench.rows import Column, Row
 
 # What tells rows apart; a row that has the same of all these as a later one is older.
 IDENTITY = ("benchmark", "part", "way", "model", "layers", "tokens", "attention_asked", "places", "packed", "buckets",
-            "compile", "device", "microbatches", "ranks", "chunks", "connections")
+            "compile", "device", "microbatches", "ranks", "chunks", "connections", "longest")
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:

@@ -115,7 +115,7 @@ class Offload:
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
         self._waits = self._captured_waits = Waits(lanes)
-        self._captured: list[PassTimes] = []  # whole passes of captures
+        self._captured: list[PassTimes] = []  # whole passes of captures, and of traces of memory, never replayed
         self._under_way: weakref.WeakKeyDictionary[Lanes, deque[Copy]] = weakref.WeakKeyDictionary()
 
     def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
