@@ -169,7 +169,7 @@ def test_the_command_explains_a_plan(path: Path, capsys: pytest.CaptureFixture[s
     (["stdlib", "--batch", "0"], "--batch must be at least 1"),
     (["stdlib", "--batch", "x"], "invalid int value: 'x'"),
     (["stdlib", "--buckets.max-count", "0"], "max_count must be at least 1"),
-    (["stdlib", "--resume"], "no options of `packgraph plan`"),
+    (["stdlib", "--resume"], "is no option of `packgraph plan`"),
     (["stdlib", "qwen-tiny"], "did you mean qwen3-tiny"),
 ])
 def test_the_command_refuses_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
