@@ -33,7 +33,7 @@ def test_every_microbatch_count_runs_in_exactly_these_slots(ranks: int, chunks: 
 @pytest.mark.parametrize("chunks", range(1, 5))
 def test_every_group_size_and_longer_steps_run_in_exactly_these_slots(ranks: int, chunks: int) -> None:
     for group in sorted({ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks}):
-        check_every_count(ranks, chunks, group, 4 * group + 1)
+        check_every_count(ranks, chunks, group, (4 if ranks < 5 else 3) * group + 1)  # the time grows with its square
 
 
 def test_known_counts() -> None:
