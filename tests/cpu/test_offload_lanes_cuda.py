@@ -1,9 +1,11 @@
 """The order that lanes on CUDA ask for, read off streams and events that only note what waits for what."""
 import contextlib
+from collections import Counter
 
 import pytest
 import torch
 
+from packgraph.graphs import peak_memory
 from packgraph.graphs.lanes import HostMemories
 from packgraph.graphs.lanes_cuda import CudaLanes, streams_beside
 from packgraph.graphs.lanes_emulated import plain
@@ -170,8 +172,9 @@ def test_streams_are_all_different(monkeypatch):
 
 def test_a_look_at_memory_begins_the_peak_anew(made, monkeypatch):
     bytes_of = {"current": 5, "peak": 9}
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict",
-                        lambda device: {"allocated_bytes": {"all": dict(bytes_of)}})
+    monkeypatch.setattr(peak_memory, "_MOST", Counter())
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: {
+        kind: {"all": dict(bytes_of)} for kind in ("allocated_bytes", "reserved_bytes")})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: bytes_of.update(peak=5))
     _, lanes = made
     assert lanes.memory() == (5, 9) and lanes.memory() == (5, 5)

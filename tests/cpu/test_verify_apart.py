@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -80,9 +81,12 @@ def test_packs_may_end_before_the_steps_do() -> None:
 @pytest.mark.parametrize("config", [granular("chunk", steps=3), with_stash(steps=3)], ids=["dense", "experts"])
 def test_the_eager_run_is_gone_when_the_graph_run_is_made(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original, made, alive = side.make_optimizer, [], []
+    free = mock.Mock(side_effect=apart._free)
+    monkeypatch.setattr(apart, "_free", free)
 
     def make(*args: Any) -> Any:
         alive.append([reference() is not None for reference in made])
+        assert free.call_count == len(alive), "also of what refers to itself"
         optimizer = original(*args)
         made.extend(weakref.ref(tensor) for tensor in
                     [*optimizer.state_tensors().values(), *(span.parameters for span in optimizer.flat.spans)])
@@ -95,14 +99,14 @@ def test_the_eager_run_is_gone_when_the_graph_run_is_made(config: TrainConfig, m
 
 
 def test_one_eager_run_is_enough_for_many_graph_runs() -> None:
-    apart = Apart(lambda: random_packs(1), CPU, in_flight=lambda step: False, budget=budget_of)
-    expected = apart.eager_run(granular("layer"))
+    runs = Apart(lambda: random_packs(1), CPU, in_flight=lambda step: False, budget=budget_of)
+    expected = runs.eager_run(granular("layer", steps=3))
     for name in ("layer", "chunk", "step"):
-        report = apart.graph_run(name, granular(name), expected)
-        assert report.good and report.title == name and report.steps == 4, name
-    faster = granular("chunk")
+        report = runs.graph_run(name, granular(name, steps=3), expected)
+        assert report.good and report.title == name and report.steps == 3, name
+    faster = granular("chunk", steps=3)
     faster = replace(faster, optimizer=replace(faster.optimizer, learning_rate=2 * faster.optimizer.learning_rate))
-    assert apart.graph_run("another training", faster, expected).differences["parameters"].step == 1
+    assert runs.graph_run("another training", faster, expected).differences["parameters"].step == 1
 
 
 def places(report: VerifyReport) -> dict[str, tuple[int, str]]:
@@ -171,13 +175,3 @@ def test_what_would_hold_two_models_after_all_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["verify", "qwen3-tiny", "--apart"]) == 2
     assert "add --skip-one-process" in capsys.readouterr().err
-
-
-def test_memory_is_given_back_before_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What refers to itself, of the run before, would be there beside the next one's."""
-    events: list[str] = []
-    free, made = apart._free, side.Side.__init__
-    monkeypatch.setattr(apart, "_free", lambda device: (events.append("free"), free(device))[1])
-    monkeypatch.setattr(side.Side, "__init__", lambda self, *args: (events.append("run"), made(self, *args))[1])
-    assert verify_apart("run", granular("layer", steps=3), lambda: random_packs(1), CPU).good
-    assert events == ["free", "run"] * 2
