@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from packgraph.graphs.peak_memory import look
+
 CUDA_DEFAULT_POOL = (0, 0)
 
 
@@ -119,7 +121,7 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
         run()
         return None
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    look(device)
     run()
     torch.cuda.synchronize(device)
     reserved, live = _private(device)
