@@ -9,6 +9,7 @@ import torch
 from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 
 from packgraph.graphs import memory_trace
+from packgraph.graphs.capture import explained
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.packing.capacity import Capacity
@@ -140,7 +141,7 @@ def test_no_room_for_one_microbatch_is_over_any_budget(monkeypatch):
 
     def no_room(graphed: Any, args: tuple[Any, ...]) -> Any:
         if args[0].capacity == CAPACITIES[2]:
-            with memory_trace.explained():
+            with explained():
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return trace(graphed, args)
 

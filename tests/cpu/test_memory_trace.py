@@ -1,15 +1,11 @@
-"""Pools predicted from a traced build against the recorder's own; a trace changes nothing."""
-from types import SimpleNamespace
-
+"""Pools predicted from a capture thrown away against the recorder's own; a trace changes nothing."""
 import pytest
 import torch
 from graphkit import make_toy, toy_inputs, toy_loss
 from torch import nn
 
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.guard import Journal
-from packgraph.graphs.lanes_emulated import EmulatedLanes
-from packgraph.graphs.memory_trace import TraceWindow, pool_model, trace_memory
+from packgraph.graphs.memory_trace import pool_model, trace_memory
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory.bank import BankModel, MemoryTrace
 
@@ -35,7 +31,7 @@ def test_the_recorders_pools_are_as_predicted(scope, granularity, slots):
     predicted = model_of(graphed).predict([Capacity(size, 1) for size in SIZES], slots)
     graphed.build([toy_inputs(size) for size in SIZES], slots)
     assert graphed.failures == 0
-    assert predicted.pools == pytest.approx(graphed.stats.pool_bytes, rel=0.05)
+    assert predicted.pools == graphed.stats.pool_bytes
     assert predicted.buffers == graphed._slots.all[0].buffer_bytes()
 
 
@@ -100,17 +96,3 @@ def test_writes_to_tensors_from_outside_are_undone():
     graphed = graph(WritesToItsBuffer(), warmup=0)
     trace_memory(graphed, (torch.randn(8, 4),))
     assert not graphed.module.seen.any() and not graphed.module.plain.any()
-
-
-def test_memory_that_an_operation_takes_and_gives_back_is_a_block_of_its_own():
-    """Where the allocator tells of it, which on the CPU it does not."""
-    window = TraceWindow(Journal(), torch.device("cpu"), [], EmulatedLanes())
-    told = iter([0, 700])
-    window._hidden = SimpleNamespace(begin=lambda: None, end=lambda made: next(told))
-    _, (first, second) = window.capture(lambda: (torch.ones(10), torch.ones(20)))
-    del first
-    trace = window.close()
-    assert [block.nbytes for block in trace.blocks] == [40, 80, 700]
-    ones, twos, hidden = trace.blocks
-    assert ones.birth < twos.birth < hidden.birth < hidden.death < ones.death and twos.death is None
-    assert second.numel() == 20

@@ -4,7 +4,8 @@ import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warmed
 
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.memory_trace import TraceWindow, trace_memory
+from packgraph.graphs.memory_trace import trace_memory
+from packgraph.graphs.recorder import RecorderWindow
 from packgraph.plan.offload.plan import CopySpeed
 from packgraph.plan.offload.search import plan_for_time
 
@@ -74,15 +75,17 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
 def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
     """Their sources would be held, beside all that is measured later."""
     graphed, engine, arguments = warmed(config(), DENSE, late=("out", "back"))
-    end, under_way = TraceWindow.end_operation, []
+    own, under_way = RecorderWindow.own, []
 
-    def full(self, result, inputs):
-        end(self, result, inputs)
-        under_way.append(len(engine.lanes._under_way))
+    def full(self, tensor):
+        own(self, tensor)
+        under_way.append(len(self.lanes._under_way))
         if under_way[-1]:
             raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(TraceWindow, "end_operation", full)
+    monkeypatch.setattr(RecorderWindow, "own", full)
     with pytest.raises(CaptureError, match="no room"):
         trace_memory(graphed, arguments)
     assert under_way[-1] and not engine.lanes._under_way
+    monkeypatch.undo()
+    assert trace_memory(graphed, arguments) == trace_memory(*warmed(config(), DENSE, late=("out", "back"))[::2])

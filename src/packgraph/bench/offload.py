@@ -11,9 +11,9 @@ forward has saved and is alive when it ends, the most that could move; pools hol
 
 What a plan is to save is told twice. `plan: saved` (planned_saved_bytes) is by how much *live* bytes fall at the most.
 `plan: fell` (predicted_fell_bytes) is by how much the *pool* is to fall, which holds what lives and has other holes in
-every way: before a capture its build is traced, as the plan moves, and replayed through a model of the allocator
-(predicted_pool_bytes, to be compared with pool_bytes; `graphs/memory_trace.py`). That is over, and its memory free,
-before anything is measured.
+every way: by the blocks of a trial capture, as the plan moves, replayed through a model of the allocator
+(predicted_pool_bytes, to be compared with pool_bytes; `graphs/memory_trace.py`). That capture is over, and its memory
+free, before anything is measured.
 
 The copies' speed comes from a profile of one more replay, their ceiling from plain copies of pinned memory. With
 --largest the most tokens are looked for with which the first and the second way still run, from the most that were

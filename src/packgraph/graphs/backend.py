@@ -21,6 +21,7 @@ import torch
 
 from packgraph.graphs.guard import Journal
 from packgraph.graphs.lanes import Lanes
+from packgraph.plan.memory.bank import Lifetime
 
 Result = TypeVar("Result")
 
@@ -64,6 +65,9 @@ class Window(Protocol):
 
     def static(self, tensor: torch.Tensor) -> Static: ...
 
+    def lifetimes(self) -> list[Lifetime]:
+        """What was allocated in the pools, and when it was freed, oldest first; of a closed window with `notes`."""
+
 
 class Backend(Protocol):
     """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live.
@@ -82,7 +86,10 @@ class Backend(Protocol):
 
     def new_pool(self) -> Pool: ...
 
-    def window(self, pool: Any, brief: Any, journal: Journal) -> AbstractContextManager[Window]: ...
+    def window(self, pool: Any, brief: Any, journal: Journal, notes: bool = False) -> AbstractContextManager[Window]:
+        """Open the capture of one variant into `pool`, brief memory into `brief`. notes: of two empty pools, so that
+        the window can tell `lifetimes`.
+        """
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Run eagerly what is about to be captured, if this backend needs it (lazy handles, compiled kernels)."""

@@ -21,6 +21,7 @@ from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, com
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.slot import Slot
+from packgraph.plan.memory.bank import Lifetime
 
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
 # where it expected a number raises one of the others. Anything else is not ours to interpret.
@@ -62,18 +63,23 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
 
 
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: Observed,
-                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any], notes: list[Lifetime] | None = None
+                    ) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
-    Raises CaptureError; nothing has changed then.
+    notes: gets what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has
+    changed then.
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
-            aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True), \
-            backend.window(slot.pool, slot.brief, journal) as window:
+            aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True):
         watched = ObservedProgram(program, effects)
-        build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends)
-        return build.capture(args, kwargs)
+        with backend.window(slot.pool, slot.brief, journal, notes is not None) as window:
+            build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends)
+            variant = build.capture(args, kwargs)
+        if notes is not None:
+            notes += window.lifetimes()
+        return variant
 
 
 def rehearse(program: Program, backend: Backend, observed: Observed,

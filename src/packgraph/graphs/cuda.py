@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from packgraph.graphs.backend import Result
+from packgraph.graphs.cuda_history import PoolHistory
 from packgraph.graphs.cuda_workspaces import CublasWorkspaces
 from packgraph.graphs.guard import Journal
 from packgraph.graphs.lanes import HostMemories, capturing_lanes
 from packgraph.graphs.lanes_cuda import CudaLanes, pinned, streams_beside
+from packgraph.plan.memory.bank import Lifetime
 
 
 class CudaPool:
@@ -103,6 +105,7 @@ class CudaWindow:
         self.lanes = CudaLanes(backend.device, backend.out_stream, backend.back_stream, pool.host)
         self.graphs: list[CudaGraph] = []
         self._waiting: list[CudaGraph] = []
+        self._noted: list[Lifetime] | None = None
 
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[CudaGraph, Result]:
         """Capture the work that `run` launches; nothing executes."""
@@ -174,6 +177,23 @@ class CudaWindow:
         """A non-owning view of `tensor`."""
         return CudaStatic(tensor)
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Within the block what is allocated in the pools, which are empty, is noted."""
+        history = PoolHistory(self.backend.device)
+        history.start()
+        try:
+            yield
+            self._noted = history.lifetimes({tuple(self.brief.handle): True, tuple(self.pool.handle): False})
+        finally:
+            history.stop()
+
+    def lifetimes(self) -> list[Lifetime]:
+        """See Window. Raises RuntimeError where nothing was noted."""
+        if self._noted is None:
+            raise RuntimeError("this window was not opened with `notes`, or is open yet")
+        return self._noted
+
 
 class CudaBackend:
     """Captures modules on one CUDA device."""
@@ -197,14 +217,15 @@ class CudaBackend:
         return CudaPool(self.device)
 
     @contextlib.contextmanager
-    def window(self, pool: CudaPool, brief: CudaPool, journal: Journal) -> Iterator[CudaWindow]:
-        """Open the capture of one variant into `pool`, brief memory into `brief`; on an error its graphs are freed."""
+    def window(self, pool: CudaPool, brief: CudaPool, journal: Journal, notes: bool = False) -> Iterator[CudaWindow]:
+        """See Backend; on an error the window's graphs are freed."""
         self.workspaces.ensure()
         window = CudaWindow(self, pool, brief)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         done = False
         try:
-            yield window
+            with window.noting() if notes else contextlib.nullcontext():
+                yield window
             done = True
         finally:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)

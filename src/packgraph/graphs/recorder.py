@@ -37,6 +37,7 @@ from packgraph.graphs.guard import (
 from packgraph.graphs.lanes import capturing_lanes
 from packgraph.graphs.lanes_emulated import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder_pool import POISON, Block, RecorderPool
+from packgraph.plan.memory.bank import Lifetime
 
 
 class _Operand(NamedTuple):
@@ -306,6 +307,10 @@ class RecorderWindow:
         self._graphs.append(graph)
         return graph, result
 
+    def lifetimes(self) -> list[Lifetime]:
+        """See Window."""
+        return [Lifetime(block.nbytes, block.birth, block.death, block.brief) for block in self.blocks]
+
     def close(self) -> None:
         """Place all blocks, bind the graphs to them, and poison what the capture has computed."""
         if any(block.death is None for block in self.blocks):
@@ -378,8 +383,9 @@ class RecorderBackend:
         return RecorderPool()
 
     @contextlib.contextmanager
-    def window(self, pool: RecorderPool, brief: RecorderPool, journal: Journal) -> Iterator[RecorderWindow]:
-        """Open the capture of one variant into `pool`, brief memory into `brief`."""
+    def window(self, pool: RecorderPool, brief: RecorderPool, journal: Journal, notes: bool = False
+               ) -> Iterator[RecorderWindow]:
+        """See Backend; every window notes what it allocates."""
         window = RecorderWindow(pool, brief, journal, self.lanes)
         yield window
         window.close()

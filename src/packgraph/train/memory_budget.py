@@ -1,13 +1,13 @@
 """What the graphs of a run will take of the device, known before they are captured, and what a budget leaves of them.
 
-    largest capacity ─▶ traced build of every chunk ─▶ predicted bank ─▶ within the budget? ─▶ capture
+    largest capacity ─▶ trial capture of every chunk ─▶ predicted bank ─▶ within the budget? ─▶ capture
            ▲                                                                │ no
            └───────────────── dropped: its microbatches run eagerly ◀───────┘
 
 A slot's pool is as large as its largest bucket needs, so only dropping the largest helps, and tracing it is enough.
-The trace takes the memory of one eager microbatch of that capacity, which a run needs in any case: a microbatch that
-has no graph runs eagerly. What is decided is the same on all ranks: all of them measure, and one that has no room
-decides for all.
+The trace takes the memory of one eager microbatch of that capacity, which a run needs in any case (a microbatch that
+has no graph runs eagerly), then that of its graphs in one slot. What is decided is the same on all ranks: all of them
+measure, and one that has no room decides for all.
 """
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +100,7 @@ def plan_memory(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Se
         if error is not None:
             banks, needed, what = (), 0, "its graphs are not predicted here"
             if isinstance(error.__cause__, torch.OutOfMemoryError) and budget is not None:
-                needed, what = 2 * budget, "not even one eager microbatch of it has room; that is more than "
+                needed, what = 2 * budget, "they have no room; that is more than "
             notes.append(f"memory of graphs of {str_of(largest)} is not predicted: {error.what}")
         if budget is None or agree(needed <= budget):
             break
