@@ -46,6 +46,15 @@ def test_a_rest_of_one_mebibyte_is_not_cut_off_a_large_block():
     assert pool.allocate(10 * MEBIBYTE).nbytes == 10 * MEBIBYTE
 
 
+def test_of_equal_pieces_that_of_the_newest_segment_is_taken():
+    """Since CUDA mostly hands out addresses from above, and torch takes the lowest."""
+    pool = CachingPool()
+    older, newer = pool.allocate(64 * MEBIBYTE), pool.allocate(64 * MEBIBYTE)
+    pool.free(older)
+    pool.free(newer)
+    assert pool.allocate(64 * MEBIBYTE) == newer != older
+
+
 class NaiveCaching:
     """The same rules over lists of pieces, looked through one by one."""
 
@@ -70,12 +79,12 @@ class NaiveCaching:
             pieces[index][1] = owner
 
     def _best(self, rounded, small):
-        fitting = [(piece[0], number, index) for number, (kind, pieces) in enumerate(self.segments)
+        fitting = [(piece[0], -number, index) for number, (kind, pieces) in enumerate(self.segments)
                    for index, piece in enumerate(pieces) if kind == small and piece[1] is None and piece[0] >= rounded]
         if not fitting:
             return None
-        _, number, index = min(fitting)
-        return self.segments[number][1], index
+        _, older, index = min(fitting)
+        return self.segments[-older][1], index
 
     def free(self, owner):
         for _, pieces in self.segments:

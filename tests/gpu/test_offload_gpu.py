@@ -196,7 +196,7 @@ def test_the_pool_falls_by_what_the_plan_says():
 
 @pytest.mark.parametrize("way", ["kept", "everything", "planned"])
 def test_the_pool_is_what_was_predicted_before_the_capture(way):
-    """With its holes, which the bytes that a plan saves do not tell."""
+    """With its holes, which the bytes that a plan saves do not tell, and which addresses have a part in."""
     modules, options = INNER, {"min_bytes": 2**20}
     if way == "kept":
         modules, options = (), {}
@@ -206,4 +206,4 @@ def test_the_pool_is_what_was_predicted_before_the_capture(way):
                                          dtype=torch.bfloat16, **options)
     torch.cuda.empty_cache()
     print(f"{way}: predicted {foretold / 2**20:.1f} MiB, measured {taken / 2**20:.1f} MiB")
-    assert taken > 2**29 and foretold == pytest.approx(taken, rel=0.02)
+    assert taken > 2**29 and abs(foretold - taken) <= max(0.02 * taken, 64 * 2**20)
