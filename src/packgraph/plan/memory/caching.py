@@ -27,8 +27,8 @@ OWN_SEGMENT_FROM = 10 * MEBIBYTE
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a segment that was handed out. segment: its number, of the newest the lowest. nbytes: of the piece, not
-    of what was asked for.
+    """A piece of a segment that was handed out. segment: its number, the newest has the lowest. nbytes: of the piece,
+    not of what was asked for.
     """
 
     segment: int
