@@ -19,7 +19,7 @@ from packgraph.bench.models import WINDOW, draw_batches, draw_lengths, refit, sh
 from packgraph.bench.padding import PaddingOptions, bench_padding
 from packgraph.bench.parts import Work, build_part
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.timing import Deadline
+from packgraph.bench.timing import Deadline, start_anew
 from packgraph.packing.capacity import Capacity
 
 CPU = torch.device("cpu")
@@ -143,3 +143,15 @@ def test_bench_padding_stops_in_time(capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["bench", "padding", "--ways", "chat", "--seconds", "1e-9"]) == 1
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 4 and "chat at 8192 tokens: not measured" in captured.err
+
+
+def test_workspaces_of_graphs_that_are_gone_hold_nothing(monkeypatch):
+    """Cleared before the allocator's segments are given back, which workspaces made in a capture would keep."""
+    asked = []
+    for module, name in ((torch.cuda, "synchronize"), (torch._C, "_cuda_clearCublasWorkspaces"),
+                         (torch.cuda, "empty_cache"), (torch.compiler, "reset")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: asked.append(name), raising=False)
+    start_anew(CPU)
+    assert asked == ["reset"]
+    start_anew(torch.device("cuda", 0))
+    assert asked.index("_cuda_clearCublasWorkspaces") < asked.index("empty_cache")

@@ -16,7 +16,7 @@ from packgraph.bench.contest import attempt_alone
 from packgraph.bench.models import dtype_on, shape, zero_gradients
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, value
-from packgraph.bench.timing import Deadline, free_unused, synchronize
+from packgraph.bench.timing import Deadline, start_anew, synchronize
 from packgraph.bench.ways import Graphed, room_for_code
 from packgraph.models.stack import DecoderStack
 
@@ -56,8 +56,7 @@ def bench_capture(options: CaptureOptions, device: torch.device, rows: Rows, dea
     for tokens, name, buckets in itertools.product(options.tokens, options.ways, options.banks):
         with room_for_code():
             found, reason = attempt_alone(partial(_measure, options, model, device, name, tokens, buckets), deadline)
-        torch.compiler.reset()
-        free_unused(device)
+        start_anew(device)
         rows.add({"benchmark": "capture", "way": name, "part": options.part, "model": options.model,
                   "layers": model.config.num_layers, "tokens": tokens, "documents": options.documents,
                   "buckets": buckets, "attention": model.attention_choice().name, "reason": reason} | (found or {}))

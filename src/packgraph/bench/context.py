@@ -25,7 +25,15 @@ from packgraph.bench.context_steps import DYNAMIC, FIXED, PlannedStep, plan_step
 from packgraph.bench.context_way import ContextWay, row_timer
 from packgraph.bench.models import FreshModel, dtype_on, shape
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
-from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, synchronize
+from packgraph.bench.timing import (
+    Deadline,
+    free_unused,
+    held_bytes,
+    peak_bytes,
+    rounds_in_turn,
+    start_anew,
+    synchronize,
+)
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context import context_problems, spread_context
@@ -111,8 +119,7 @@ def measure_context(options: ContextOptions, device: torch.device, mesh: Mesh, r
     company = Company()
     for tokens in options.tokens:
         _ContextBench(options, tokens, device, mesh, company, deadline).measure(rows)
-        torch.compiler.reset()
-        free_unused(device)
+        start_anew(device)
 
 
 class _ContextBench:

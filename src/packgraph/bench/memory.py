@@ -16,7 +16,7 @@ from packgraph.bench.contest import attempt_alone
 from packgraph.bench.models import dtype_on, shape, zero_gradients
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
-from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes
+from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, start_anew
 from packgraph.bench.ways import Graphed, Way, room_for_code
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
@@ -63,7 +63,7 @@ def bench_memory(options: MemoryOptions, device: torch.device, rows: Rows, deadl
                       "buckets": buckets, "compile": bool(options.compile) and buckets > 0,
                       "attention": model.attention_choice().name, "reason": reason}
                      | (found or {}) | _ratios(found, eager))
-        torch.compiler.reset()
+        start_anew(device)
 
 
 def _name(buckets: int) -> str:

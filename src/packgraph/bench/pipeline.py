@@ -19,7 +19,15 @@ from packgraph.bench.contest import Check, Contest, Sample, agreement, groups
 from packgraph.bench.models import FreshModel, draw_batches, dtype_on, shape, squared_gradients, zero_gradients
 from packgraph.bench.pipeline_way import PIPELINE_WAYS, PipelineWay
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
-from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, synchronize
+from packgraph.bench.timing import (
+    Deadline,
+    free_unused,
+    held_bytes,
+    peak_bytes,
+    rounds_in_turn,
+    start_anew,
+    synchronize,
+)
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -99,8 +107,7 @@ def measure_pipeline(options: PipelineOptions, device: torch.device, links: Link
         bench = _PipelineBench(options, Capacity(tokens, options.documents), modules, links, company, deadline)
         for number, names in enumerate(groups(options.ways, options.together)):
             bench.measure(names, names[1:] if number else names, rows)
-            torch.compiler.reset()
-            free_unused(device)
+            start_anew(device)
 
 
 class _PipelineBench:

@@ -24,7 +24,16 @@ from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared
 from packgraph.bench.moe_ways import make_expert_way
 from packgraph.bench.parts import Work, build_part
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
-from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, rounds_in_turn, time_block, time_calls
+from packgraph.bench.timing import (
+    Deadline,
+    free_unused,
+    held_bytes,
+    peak_bytes,
+    rounds_in_turn,
+    start_anew,
+    time_block,
+    time_calls,
+)
 from packgraph.bench.ways import Setting, Way, room_for_code
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
@@ -85,8 +94,7 @@ def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline:
             finally:  # what was measured before an interruption is a result, too
                 for name in names[1:] if number else names:
                     rows.add(bench.row(contest, name))
-            torch.compiler.reset()
-            free_unused(device)
+            start_anew(device)
 
 
 class _StepBench:

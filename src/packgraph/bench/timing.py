@@ -99,6 +99,19 @@ def free_unused(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def start_anew(device: torch.device) -> None:
+    """Forget compiled code, and let go of all that graphs had, which are gone.
+
+    cuBLAS's workspaces, too: torch keeps those that were made inside a capture, and with them whole segments of pools
+    that nobody uses any more, until somebody clears them. Whatever is measured then would seem to need less than none.
+    """
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+    free_unused(device)
+
+
 def _private(device: torch.device) -> tuple[int, int]:
     """(bytes reserved, bytes of live tensors) in private pools."""
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == device.index
