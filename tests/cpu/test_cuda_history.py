@@ -1,8 +1,12 @@
 """Which blocks of a pool the allocator's history tells of, by events as torch gives them."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from packgraph.graphs.cuda import CudaWindow
 from packgraph.graphs.cuda_history import PoolHistory, blocks_of
+from packgraph.graphs.errors import CaptureError
 from packgraph.plan.memory.bank import Lifetime
 
 KEPT, BRIEF, OTHER = (0, 1), (0, 2), (0, 0)
@@ -49,7 +53,7 @@ def test_a_failed_allocation_has_no_address_and_is_no_block():
 
 def test_a_history_that_begins_too_late_is_refused():
     events = [event("alloc", 1000, 100)]
-    with pytest.raises(RuntimeError, match="max_entries"):
+    with pytest.raises(CaptureError, match="max_entries"):
         blocks_of([segment(1000, 500, KEPT)], events, POOLS)
 
 
@@ -84,3 +88,27 @@ def test_a_recording_of_somebody_else_goes_on(torchs):
     history.start()
     history.stop()
     assert torchs["on"] and not torchs["asked"]
+
+
+@pytest.fixture
+def window():
+    """A window on a device that nobody has, with the pools of `torchs`."""
+    made = object.__new__(CudaWindow)
+    made.backend, made._noted = SimpleNamespace(device=torch.device("cuda", 1)), None
+    made.pool, made.brief = SimpleNamespace(handle=KEPT), SimpleNamespace(handle=BRIEF)
+    return made
+
+
+def test_a_trial_knows_its_blocks_when_it_is_over(torchs, window):
+    with window.noting():
+        assert torchs["on"]
+        with pytest.raises(AssertionError, match="is open yet"):
+            window.lifetimes()
+    assert window.lifetimes() == [Lifetime(MANY, 1)] and not torchs["on"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_trial_that_fails_stops_recording(torchs, window, error):
+    with pytest.raises(error), window.noting():
+        raise error
+    assert not torchs["on"] and window._noted is None

@@ -10,6 +10,7 @@ from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 
 from packgraph.graphs import memory_trace
 from packgraph.graphs.capture import explained
+from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.packing.capacity import Capacity
@@ -136,7 +137,7 @@ def test_another_rank_without_room_decides_for_all():
     assert graphed.claim(arguments(0, CAPACITIES[2]), {}) == OVER_BUDGET
 
 
-def test_no_room_for_one_microbatch_is_over_any_budget(monkeypatch):
+def test_graphs_without_room_are_over_any_budget(monkeypatch):
     trace = memory_trace.trace_memory
 
     def no_room(graphed: Any, args: tuple[Any, ...]) -> Any:
@@ -148,8 +149,30 @@ def test_no_room_for_one_microbatch_is_over_any_budget(monkeypatch):
     monkeypatch.setattr(memory_budget, "trace_memory", no_room)
     plan = plan_memory([graphed_model()], arguments, [1], CAPACITIES, budget=2**40)
     assert plan.dropped == CAPACITIES[2:] and plan.banks
+    assert any("is dropped: there is no room for its graphs, graph.memory_budget is" in note for note in plan.notes)
     unlimited = plan_memory([graphed_model()], arguments, [1], CAPACITIES)
     assert not unlimited.dropped and not unlimited.banks and "not predicted" in unlimited.notes[0]
+
+
+def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
+    """The trace of the next chunk exchanges data, too: whoever went on would wait for the rank that failed."""
+    chunks, traced, asked = [graphed_model() for _ in range(3)], [], []
+    for chunk in chunks:
+        chunk._coded.add("a key that all ranks have compiled")
+    trace = memory_trace.trace_memory
+
+    def noted(graphed: Any, args: tuple[Any, ...]) -> Any:
+        traced.append(chunks.index(graphed))
+        return trace(graphed, args)
+
+    def vote(what: str, error: CaptureError | None) -> CaptureError | None:
+        asked.append(error)
+        return CaptureError("no room", "line 1", "on rank 1") if len(asked) == 2 else error
+
+    monkeypatch.setattr(memory_budget, "trace_memory", noted)
+    plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, vote=vote)
+    assert traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
+    assert not any(chunk._coded or chunk._rehearsed for chunk in chunks), "all ranks begin at the same point again"
 
 
 def test_dropped_capacities_are_no_undeclared_ones():

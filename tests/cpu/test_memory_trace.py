@@ -71,6 +71,7 @@ def test_a_trace_changes_nothing_and_holds_nothing():
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert [p.grad.data_ptr() for p in graphed.parameters()] == storages
     assert graphed.stats.captured == graphed.stats.replayed == 0 and inputs[1].grad is None
+    assert not graphed._rehearsed and not graphed._slots.all, "a trace on one rank alone changes no other rank's way"
 
 
 def test_a_second_trace_is_the_same():

@@ -59,6 +59,7 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
         memory = engine.lanes.memories.arenas.nbytes()
         for _ in range(traces):
             trace_memory(graphed, arguments)
+        assert engine._captured == [], "nobody will ask for times of graphs that are gone, whose host memory they hold"
         assert engine.lanes.scope == 0 and engine.lanes.timed is None and not engine.lanes._under_way
         assert engine._looks == passes and engine._times is seen and engine.trace == trace
         assert engine.lanes.memories.arenas.nbytes() == memory and engine.times_graphs == times_graphs
@@ -75,17 +76,18 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
 def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
     """Their sources would be held, beside all that is measured later."""
     graphed, engine, arguments = warmed(config(), DENSE, late=("out", "back"))
-    own, under_way = RecorderWindow.own, []
+    own, under_way, windows = RecorderWindow.own, [], []
 
     def full(self, tensor):
         own(self, tensor)
         under_way.append(len(self.lanes._under_way))
+        windows.append(self)
         if under_way[-1]:
             raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(RecorderWindow, "own", full)
     with pytest.raises(CaptureError, match="no room"):
         trace_memory(graphed, arguments)
-    assert under_way[-1] and not engine.lanes._under_way
+    assert under_way[-1] and not windows[-1].lanes._under_way and not engine.lanes._under_way
     monkeypatch.undo()
     assert trace_memory(graphed, arguments) == trace_memory(*warmed(config(), DENSE, late=("out", "back"))[::2])

@@ -193,7 +193,7 @@ class _Run:
 
     def _predicted_pool(self) -> int | None:
         """What the capture to come will take, with all that moves by the plan, which is made here at the latest; None
-        where a traced microbatch has no room."""
+        where a trial of it has no room."""
         graphed = self.way.graphed
         try:
             traces = {capacity: trace_memory(graphed, self.way.work.arguments(batch))

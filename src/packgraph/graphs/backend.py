@@ -66,7 +66,7 @@ class Window(Protocol):
     def static(self, tensor: torch.Tensor) -> Static: ...
 
     def lifetimes(self) -> list[Lifetime]:
-        """What was allocated in the pools, and when it was freed, oldest first; of a closed window with `notes`."""
+        """What was allocated in the pools, and when it was freed, oldest first; of a trial that is over."""
 
 
 class Backend(Protocol):
@@ -86,9 +86,9 @@ class Backend(Protocol):
 
     def new_pool(self) -> Pool: ...
 
-    def window(self, pool: Any, brief: Any, journal: Journal, notes: bool = False) -> AbstractContextManager[Window]:
-        """Open the capture of one variant into `pool`, brief memory into `brief`. notes: of two empty pools, so that
-        the window can tell `lifetimes`.
+    def window(self, pool: Any, brief: Any, journal: Journal, trial: bool = False) -> AbstractContextManager[Window]:
+        """Open the capture of one variant into `pool`, brief memory into `brief`. trial: its graphs are thrown away,
+        and it can tell `lifetimes`; the pools are empty.
         """
 
     def warm_up(self, run: Callable[[], None]) -> None:

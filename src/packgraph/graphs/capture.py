@@ -63,22 +63,22 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
 
 
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: Observed,
-                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any], notes: list[Lifetime] | None = None
+                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any], lifetimes: list[Lifetime] | None = None
                     ) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
-    notes: gets what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has
-    changed then.
+    lifetimes: of a trial, gets what is allocated in the slot's pools, which are empty, oldest first. Raises
+    CaptureError; nothing has changed then.
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True):
         watched = ObservedProgram(program, effects)
-        with backend.window(slot.pool, slot.brief, journal, notes is not None) as window:
+        with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
             build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends)
             variant = build.capture(args, kwargs)
-        if notes is not None:
-            notes += window.lifetimes()
+        if lifetimes is not None:
+            lifetimes += window.lifetimes()
         return variant
 
 

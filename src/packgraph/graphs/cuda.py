@@ -189,9 +189,8 @@ class CudaWindow:
             history.stop()
 
     def lifetimes(self) -> list[Lifetime]:
-        """See Window. Raises RuntimeError where nothing was noted."""
-        if self._noted is None:
-            raise RuntimeError("this window was not opened with `notes`, or is open yet")
+        """See Window."""
+        assert self._noted is not None, "the window is no trial, or is open yet"
         return self._noted
 
 
@@ -217,14 +216,15 @@ class CudaBackend:
         return CudaPool(self.device)
 
     @contextlib.contextmanager
-    def window(self, pool: CudaPool, brief: CudaPool, journal: Journal, notes: bool = False) -> Iterator[CudaWindow]:
+    def window(self, pool: CudaPool, brief: CudaPool, journal: Journal, trial: bool = False) -> Iterator[CudaWindow]:
         """See Backend; on an error the window's graphs are freed."""
         self.workspaces.ensure()
         window = CudaWindow(self, pool, brief)
+        window.lanes.trial = trial
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         done = False
         try:
-            with window.noting() if notes else contextlib.nullcontext():
+            with window.noting() if trial else contextlib.nullcontext():
                 yield window
             done = True
         finally:

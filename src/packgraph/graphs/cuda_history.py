@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.plan.memory.bank import Lifetime
 
 Handle = tuple[int, ...]
@@ -43,7 +44,7 @@ class PoolHistory:
     def lifetimes(self, pools: Mapping[Handle, bool]) -> list[Lifetime]:
         """All blocks of `pools` (handle: whether its blocks are brief) since they have memory, oldest first.
 
-        Raises RuntimeError where the history, which somebody else began, is too short to tell of them all.
+        Raises CaptureError where the history, which somebody else began, is too short to tell of them all.
         """
         shot = torch.cuda.memory._snapshot()
         segments = [segment for segment in shot["segments"]
@@ -76,8 +77,9 @@ def blocks_of(segments: list[dict[str, Any]], events: list[dict[str, Any]], pool
         elif event["action"] == "free_completed" and address in alive:
             alive.pop(address).death = tick
     if len(mapped) < len(segments):
-        raise RuntimeError("the allocator's history begins too late to tell what graphs take: whoever records it "
-                           "(torch.cuda.memory._record_memory_history) allows too few entries (max_entries)")
+        raise CaptureError("the allocator's history begins too late to tell what graphs take", user_line(),
+                           "record it with more entries (max_entries of torch.cuda.memory._record_memory_history), or "
+                           "from after the capture on")
     return [Lifetime(block.nbytes, block.birth, block.death, block.brief) for block in blocks]
 
 

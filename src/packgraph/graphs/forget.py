@@ -18,6 +18,12 @@ def forget(graphed: GraphedModule, args: tuple[Any, ...]) -> int:
     return 0 if call is None else graphed._slots.drop(call.key)
 
 
+def forget_code(graphed: GraphedModule) -> None:
+    """Whatever is compiled is tried out once more before the next capture: on another rank that has failed, and ranks
+    that exchange data in it must all begin at the same point again."""
+    graphed._coded.clear()
+
+
 def forget_all(graphed: GraphedModule) -> int:
     """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager calls."""
     graphed._rehearsed.clear()  # the tensors that graphs have read, kept for them

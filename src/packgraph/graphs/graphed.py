@@ -246,7 +246,10 @@ class GraphedModule(Wrapper):
             self._failed.add(call.key)
             if call.key in slot.variants:  # it is another rank that failed
                 slot.variants.pop(call.key).reset()
-            self._complain(failed)
+            try:
+                self._complain(failed)
+            finally:
+                failed = None  # its traceback holds this frame, and what it was about to capture
 
     def _reason_for_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call cannot be a replay, from host facts alone."""
@@ -377,7 +380,9 @@ class GraphedModule(Wrapper):
         if call.key not in slot.variants:
             started = time.perf_counter()
             self.stats.recaptures["a larger variant took the slot"] += slot.make_room(call.nbytes)
-            self._rehearse(call, args, kwargs)
+            self._compile(call, args, kwargs)
+            if call.key not in self._rehearsed:
+                self._rehearsed[call.key] = rehearse(self._program, self._backend, self._observed, args, kwargs)
             variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, self._observed,
                                       self.lends, args, kwargs)
             slot.variants[call.key] = variant
@@ -385,12 +390,6 @@ class GraphedModule(Wrapper):
             self.stats.captured += len(variant.regions)
             self.stats.capture_seconds += time.perf_counter() - started
         return slot.variants[call.key]
-
-    def _rehearse(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """All that a capture of this key needs before, unless that was done. Raises CaptureError."""
-        self._compile(call, args, kwargs)
-        if call.key not in self._rehearsed:
-            self._rehearsed[call.key] = rehearse(self._program, self._backend, self._observed, args, kwargs)
 
     def _complain(self, error: CaptureError) -> None:
         """Raise in strict mode; otherwise warn, and training goes on eagerly."""

@@ -66,11 +66,13 @@ class TimedCopy(NamedTuple):
 
 class Lanes(Protocol):
     """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager work. replayed: the
-    numbers of those captures that have been replayed. timed: where a list, copies are timed into it (on a device)."""
+    numbers of those captures that have been replayed. timed: where a list, copies are timed into it (on a device).
+    trial: whether the window's graphs are thrown away, so that nobody will ask for times of their replays."""
 
     scope: int
     replayed: set[int]
     timed: list[TimedCopy] | None
+    trial: bool
 
     def host(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes` that nobody else uses until `give_back`."""

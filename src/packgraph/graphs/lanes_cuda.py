@@ -56,6 +56,7 @@ class CudaLanes:
         self._clocks: list[torch.cuda.Event] = []  # that graphs know by their handles only
         self.scope, self.replayed = 0, set[int]()
         self.timed: list[TimedCopy] | None = None
+        self.trial = False
 
     def next_capture(self) -> None:
         """Another capture of the window begins: copies of those before are done when it runs."""

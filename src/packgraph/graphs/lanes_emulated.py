@@ -108,6 +108,7 @@ class EmulatedLanes:
         self._postponed: deque[Callable[[], None]] = deque()
         self._count, self.scope, self.replayed = 0, 0, set[int]()
         self.timed: list[TimedCopy] | None = None  # nothing comes into it: there is no device
+        self.trial = False
 
     def host(self, nbytes: int) -> HostMemory:
         """See Lanes."""

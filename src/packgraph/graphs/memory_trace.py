@@ -6,7 +6,7 @@ reads them, nothing of autograd in between. So what is looked at is a capture it
     rehearsal ─▶ capture into pools of its own ─▶ MemoryTrace: births and deaths ─▶ plan/memory/bank.py
                             └─▶ freed
 
-It changes nothing, adds gradients to spare memory, and takes what graphs of the bucket take in one slot.
+It trains nothing, adds gradients to spare memory, and takes what graphs of the bucket take in one slot.
 """
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from packgraph.graphs.capture import capture_variant
+from packgraph.graphs.capture import capture_variant, rehearse
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.parameters import GradientBuffers, local_tensor
@@ -33,28 +33,25 @@ from packgraph.plan.memory.first_fit import FirstFitPool
 def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
     """What graphs for a call with these arguments will allocate in one slot. Trains nothing and keeps no graph.
 
-    Raises CaptureError where a capture would, ValueError where graphs could not tell the call from others; with
-    collectives in the module it is collective.
+    Nothing of it is remembered, so all ranks that share in a capture go the same way in it whatever became of their
+    traces. Raises CaptureError where a capture would; with collectives in the module it is collective.
     """
     refused, call = refusal(graphed.module), signature(args, {}, graphed.device)
     if refused is not None:
         raise CaptureError(refused.what, user_line(), refused.remedy)
-    if call is None:
-        raise ValueError(f"an argument cannot be part of a key: pass tensors on {graphed.device}, packed batches and "
-                         "constants")
-    blocks: list[Lifetime] = []
+    lifetimes: list[Lifetime] = []
     with as_in_training(graphed.module):
-        reason = graphed._check_fingerprint()
-        if reason is not None:
-            raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
-        graphed._rehearse(call, args, {})
-        backend, program = graphed.capture_backend, graphed._program
+        if call is not None:
+            graphed._compile(call, args, {})  # first by itself, as before a capture
+        program, backend, observed = graphed._program, graphed.capture_backend, graphed._observed
         slot = Slot(0, backend, graphed.device, backend.new_pool())
+        read = rehearse(program, backend, observed, args, {})
         try:
-            capture_variant(program, backend, slot, SpareGradients(program.module), graphed._observed, graphed.lends,
-                            args, {}, blocks).reset()
-            return MemoryTrace(tuple(blocks), slot.buffer_bytes())
+            capture_variant(program, backend, slot, SpareGradients(program.module), observed, graphed.lends, args, {},
+                            lifetimes).reset()
+            return MemoryTrace(tuple(lifetimes), slot.buffer_bytes())
         finally:
+            read.clear()  # graphs know it by its addresses
             slot.clear()
             if backend.device_type == "cuda":
                 torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """The most that torch's allocator for CUDA has held, over all starts of its statistics.
 
-Who asks for the peak of one operation or one stretch starts the statistics again, and what came before would be
+Who asks for the peak of one module or one stretch starts the statistics again, and what came before would be
 forgotten: `torch.cuda.max_memory_allocated` is of the time since then. So whoever does that does it by `look`.
 """
 from collections import Counter

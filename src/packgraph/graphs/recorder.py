@@ -293,13 +293,13 @@ class RecorderWindow:
         nodes = self._nodes = list[_Node]()
         self._is_brief = brief
         self.lanes.scope += 1
-        with capturing_lanes(self.lanes), _patched_host(self, nodes), HostReadGuard(None), _Recording(self, nodes):
+        with capturing_lanes(self.lanes), _patched_host(self, nodes), HostReadGuard(None), _Recording(self, nodes), \
+                contextlib.ExitStack() as at_end:
+            at_end.callback(self.lanes.join)  # also on errors: sources of copies under way are held until then
             result = run()
-            self.lanes.join()
         self._is_brief = False
-        scope = self.lanes.scope
 
-        def launched() -> None:
+        def launched(scope: int = self.lanes.scope) -> None:
             self.lanes.replayed.add(scope)
             self._launched()
 
@@ -309,6 +309,7 @@ class RecorderWindow:
 
     def lifetimes(self) -> list[Lifetime]:
         """See Window."""
+        assert self._places is not None, "the window is open yet"
         return [Lifetime(block.nbytes, block.birth, block.death, block.brief) for block in self.blocks]
 
     def close(self) -> None:
@@ -383,10 +384,11 @@ class RecorderBackend:
         return RecorderPool()
 
     @contextlib.contextmanager
-    def window(self, pool: RecorderPool, brief: RecorderPool, journal: Journal, notes: bool = False
+    def window(self, pool: RecorderPool, brief: RecorderPool, journal: Journal, trial: bool = False
                ) -> Iterator[RecorderWindow]:
         """See Backend; every window notes what it allocates."""
         window = RecorderWindow(pool, brief, journal, self.lanes)
+        window.lanes.trial = trial
         yield window
         window.close()
 

@@ -115,7 +115,7 @@ class Offload:
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
         self._waits = self._captured_waits = Waits(lanes)
-        self._captured: list[PassTimes] = []  # whole passes of captures, and of traces of memory, never replayed
+        self._captured: list[PassTimes] = []  # whole passes of captures
         self._under_way: weakref.WeakKeyDictionary[Lanes, deque[Copy]] = weakref.WeakKeyDictionary()
 
     def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
@@ -215,7 +215,7 @@ class Offload:
         self._looks += is_traced
         self._end_forward(lanes)
         times = None
-        if self.times_graphs and lanes is not self.lanes:
+        if self.times_graphs and lanes is not self.lanes and not lanes.trial:
             if self._captured_waits.lanes is not lanes:
                 self._captured_waits = Waits(lanes)
             lanes.timed = [] if lanes.timed is None else lanes.timed

@@ -11,12 +11,13 @@ measure, and one that has no room decides for all.
 """
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.forget import forget_code
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
@@ -88,25 +89,20 @@ def plan_memory(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Se
     kept, dropped, notes = sorted(set(capacities)), list[Capacity](), list[str]()
     banks: tuple[BankMemory, ...] = ()
     while kept:
-        largest = kept[-1]
-        error: CaptureError | None = None
-        try:
-            banks = tuple(predict_bank(chunk, {largest: trace_memory(chunk, arguments(number, largest))}, slots[number])
-                          for number, chunk in enumerate(chunks))
-            needed, what = sum(bank.total for bank in banks), "its graphs need "
-        except CaptureError as failed:
-            error = failed
-        error = vote(f"the memory of graphs of {str_of(largest)}", error)
-        if error is not None:
-            banks, needed, what = (), 0, "its graphs are not predicted here"
-            if isinstance(error.__cause__, torch.OutOfMemoryError) and budget is not None:
-                needed, what = 2 * budget, "they have no room; that is more than "
-            notes.append(f"memory of graphs of {str_of(largest)} is not predicted: {error.what}")
-        if budget is None or agree(needed <= budget):
+        largest = str_of(kept[-1])
+        banks, failed = _predicted(chunks, arguments, slots, kept[-1], vote)
+        needed, why = sum(bank.total for bank in banks), "it is too large on another rank"
+        if failed is not None:
+            notes.append(f"memory of graphs of {largest} is not predicted: {failed.what}")
+        fits = failed is None or not failed.no_room
+        if not fits:
+            why = "there is no room for its graphs"
+        elif budget is not None and needed > budget:
+            fits, why = False, f"its graphs need {shown(needed)}"
+        if budget is None or agree(fits):
             break
-        why = f"{what}{shown(needed)}" if needed > budget else "it is too large on another rank"
-        notes.append(f"capacity {str_of(largest)} is dropped: {why}, graph.memory_budget is {shown(budget)}; its "
-                     f"microbatches run eagerly, counted as '{OVER_BUDGET}'")
+        notes.append(f"capacity {largest} is dropped: {why}, graph.memory_budget is {shown(budget)}; its microbatches "
+                     f"run eagerly, counted as '{OVER_BUDGET}'")
         dropped.append(kept.pop())
         banks = ()
     if dropped:
@@ -115,6 +111,35 @@ def plan_memory(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Se
     if banks:
         notes.append(_told(banks, kept))
     return MemoryPlan(tuple(kept), tuple(dropped), banks, tuple(notes))
+
+
+class _Failed(NamedTuple):
+    """Why a trace failed, on this rank or another; whether that was for want of memory here."""
+
+    what: str
+    no_room: bool
+
+
+def _predicted(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Sequence[int], capacity: Capacity,
+               vote: Vote) -> tuple[tuple[BankMemory, ...], _Failed | None]:
+    """The banks of `capacity` alone, one of each chunk; none where a trace failed on any rank that votes. They ask each
+    other after every chunk, since the next one's trace exchanges data, too."""
+    banks = []
+    for number, chunk in enumerate(chunks):
+        error: CaptureError | None = None
+        try:
+            trace = trace_memory(chunk, arguments(number, capacity))
+            banks.append(predict_bank(chunk, {capacity: trace}, slots[number]))
+        except CaptureError as failed:
+            error = failed
+        error = vote(f"the memory of graphs of {str_of(capacity)}", error)
+        if error is not None:
+            told = _Failed(error.what, isinstance(error.__cause__, torch.OutOfMemoryError))
+            error = None  # its traceback holds this frame, and what was to be captured
+            for traced in chunks:
+                forget_code(traced)
+            return (), told
+    return tuple(banks), None
 
 
 def _told(banks: Sequence[BankMemory], kept: Sequence[Capacity]) -> str:

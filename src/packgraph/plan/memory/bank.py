@@ -1,11 +1,11 @@
-"""How large the pools of a bank of graphs get, from what one run of each bucket allocates and frees.
+"""How large the pools of a bank of graphs get, from what a capture of each bucket allocates and frees.
 
-    run of a bucket, watched ─▶ MemoryTrace ─▶ model of the allocator ─▶ bytes of the pools
+    trial capture of a bucket ─▶ MemoryTrace ─▶ model of the allocator ─▶ bytes of the pools
 
 A pool is as large as its allocator makes it, not as large as the tensors in it: sizes are rounded, blocks are cut from
-segments, and what is free lies in pieces. So a trace is replayed through a model of the allocator itself
-(`memory_caching.py` for CUDA, `memory_first_fit.py` for the recorder). The buckets of a slot exclude each other: they
-are replayed one after another, largest first, into the same model, as they are captured into the same pool.
+segments, and what is free lies in pieces. So a trace is replayed through a model of the allocator itself (`caching.py`
+and `expandable.py` for CUDA, `first_fit.py` for the recorder). The buckets of a slot exclude each other: they are
+replayed one after another, largest first, into the same model, as they are captured into the same pool.
 
     slot 0   [what forwards leave]       shared by all slots   [what backwards use while they run]
     slot 1   [what forwards leave]       (one slot alone keeps that in its own pool)
