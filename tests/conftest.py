@@ -1,4 +1,5 @@
 """Every test starts from the same seeds and uses one torch thread, so that test workers do not fight for the cores."""
+import gc
 import importlib.util
 import random
 from collections.abc import Iterator
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What imports and collection have made stays; collectors of garbage, which many tests wait for, skip it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
