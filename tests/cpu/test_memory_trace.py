@@ -1,11 +1,15 @@
 """Pools predicted from a capture thrown away against the recorder's own; a trace changes nothing."""
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
-from graphkit import make_toy, toy_inputs, toy_loss
+from graphkit import Toy, make_toy, toy_inputs, toy_loss
 from torch import nn
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory_trace import pool_model, trace_memory
+from packgraph.graphs.recorder import RecorderBackend
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory.bank import BankModel, MemoryTrace
 
@@ -97,3 +101,43 @@ def test_writes_to_tensors_from_outside_are_undone():
     graphed = graph(WritesToItsBuffer(), warmup=0)
     trace_memory(graphed, (torch.randn(8, 4),))
     assert not graphed.module.seen.any() and not graphed.module.plain.any()
+
+
+class CountsByItself(Toy):
+    """Has a count that is neither parameter nor buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(3)
+
+    def embed(self, state):
+        self.count.add_(1)
+        return super().embed(state)
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """A backend as on CUDA: it rehearses, and does not see what its graphs write when they run."""
+    opened = RecorderBackend.window
+
+    @contextlib.contextmanager
+    def window(self, *args, **options):
+        with opened(self, *args, **options) as made:
+            made.journal = SimpleNamespace(before_write=lambda tensor: None)
+            yield made
+
+    monkeypatch.setattr(RecorderBackend, "window", window)
+    monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run: run())
+
+
+@pytest.mark.parametrize("how", ["trace", "capture"])
+def test_what_graphs_write_when_they_run_for_eager_stages_is_undone(unseen, how):
+    """They run once while the next regions are captured, to give the stages between them their inputs."""
+    graphed = graph(CountsByItself(), warmup=0, scope=["embed", "mlp"], strict=True, slots=1)
+    if how == "trace":
+        trace_memory(graphed, toy_inputs(8))
+    else:
+        graphed.build([toy_inputs(8)], 1)
+    assert not graphed.module.count.any() and not graphed.module.calls.any()
+    toy_loss(graphed(*toy_inputs(8))).backward()
+    assert graphed.stats.replayed == 1 and (graphed.module.count == 1).all() and graphed.module.calls == 1

@@ -7,7 +7,7 @@ is captured, gradients until the region that reads them is. Nothing of the user'
 aliased, writes are journalled and undone, random generators are put back.
 """
 from collections import Counter, defaultdict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +82,16 @@ class Variant:
 class VariantBuild:
     """One build. observed: by how many outputs a call has, the numbers of those that got gradients in warm-up.
 
-    lends: gradients of the call's inputs are handed out as static memory.
+    lends: gradients of the call's inputs are handed out as static memory. written: memory from outside that captured
+    code writes to, as far as the window does not see that itself.
     """
 
     def __init__(self, program: Program, slot: Slot, window: Window, aliases: Aliases, buffers: GradientBuffers,
-                 observed: dict[int, set[int]], journal: Journal, lends: bool) -> None:
+                 observed: dict[int, set[int]], journal: Journal, lends: bool,
+                 written: Sequence[torch.Tensor] = ()) -> None:
         self.program, self.slot, self.window, self.aliases = program, slot, window, aliases
         self.buffers, self.observed, self.journal = buffers, observed, journal
-        self.lends = lends
+        self.lends, self.written = lends, written
         self.origins: dict[int, _Origin] = {}
         self.alive: list[torch.Tensor] = []
         self.made: dict[int, list[torch.Tensor]] = {}
@@ -106,6 +108,10 @@ class VariantBuild:
         state = detached_state(first, numbers)
         pairs = zip(tree_leaves(first), tree_leaves(state), strict=True)
         given = {id(own): numbers[id(leaf)] for leaf, own in pairs if id(leaf) in numbers}
+        captured = [run.captured for run in self.program.runs]
+        if True in captured and False in captured[captured.index(True):]:  # what is captured runs for what is not
+            for memory in self.written:
+                self.journal.before_write(memory)
         for index, run in enumerate(self.program.runs):
             state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
         ends = []
@@ -133,7 +139,8 @@ class VariantBuild:
             self.exposed.add((origin.producer, origin.number))
 
     def _run_eagerly(self, run: Run, state: State) -> State:
-        """Run uncoloured stages on real data; note which captured tensors and parameters they differentiate."""
+        """Run uncoloured stages on real data, for which captured forwards run once; note which captured tensors and
+        parameters they differentiate."""
         self.window.materialise()
         with torch.enable_grad(), Watch(self.journal, refuse=False, device=None):
             result = self.program.run(run, state)

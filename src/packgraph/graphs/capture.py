@@ -7,7 +7,7 @@ random states.
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -62,20 +62,29 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
             gc.enable()
 
 
+class Rehearsal(NamedTuple):
+    """What captured code uses that was there before. read: tensors; whoever keeps the graphs must keep them, since a
+    graph knows only their addresses. written: memory that it writes to, uint8 [n] each, that of buffers included. Both
+    are empty where the backend needs no rehearsal (it sees and keeps all itself)."""
+
+    read: list[torch.Tensor]
+    written: list[torch.Tensor]
+
+
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: Observed,
-                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any], lifetimes: list[Lifetime] | None = None
-                    ) -> Variant:
+                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any], rehearsal: Rehearsal,
+                    lifetimes: list[Lifetime] | None = None) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
-    lifetimes: of a trial, gets what is allocated in the slot's pools, which are empty, oldest first. Raises
-    CaptureError; nothing has changed then.
+    rehearsal: of the same call. lifetimes: of a trial, gets what is allocated in the slot's pools, which are empty,
+    oldest first. Raises CaptureError; nothing has changed then.
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True):
         watched = ObservedProgram(program, effects)
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
-            build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends)
+            build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends, rehearsal.written)
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
@@ -83,11 +92,9 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
 
 
 def rehearse(program: Program, backend: Backend, observed: Observed,
-             args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+             args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     """Run forward and backward once, watched, where the backend needs a warm-up before it captures.
 
-    Returns the tensors from outside that captured code has read: whoever keeps the graphs must keep them, since a
-    graph knows only their addresses. Empty where the backend needs no rehearsal (and keeps them itself).
     Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
     """
     return _once(program, backend, observed, args, kwargs, backend.warm_up)
@@ -112,15 +119,21 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _once(program: Program, backend: Backend, observed: Observed, args: tuple[Any, ...], kwargs: dict[str, Any],
-          how: Callable[[Callable[[], None]], None]) -> list[torch.Tensor]:
-    """Have `how` run forward and backward, undone; the tensors from outside that captured code has read."""
+          how: Callable[[Callable[[], None]], None]) -> Rehearsal:
+    """Have `how` run forward and backward, undone; what captured code has used from outside."""
     effects = HostEffects(program.module, program.volatile, program.assigned)
     watched = ObservedProgram(program, effects)
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
-        parameters, read = [*aliases.alias_of.values()], list[torch.Tensor]()
-        how(lambda: read.extend(_run_watched(watched, backend, observed, journal, parameters, args, kwargs)))
-        return [tensor.detach() for tensor in read]
+        parameters, found = [*aliases.alias_of.values()], Rehearsal([], [])
+
+        def run() -> None:
+            read = _run_watched(watched, backend, observed, journal, parameters, args, kwargs)
+            found.read.extend(tensor.detach() for tensor in read)
+            found.written.extend(journal.written())
+
+        how(run)
+        return found
 
 
 @contextlib.contextmanager

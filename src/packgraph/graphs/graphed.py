@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
-from packgraph.graphs.capture import capture_variant, compile_ahead, rehearse
+from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
@@ -91,7 +91,7 @@ class GraphedModule(Wrapper):
         self._warm_calls_left = warmup
         self._observed: dict[int, set[int]] = {}
         self._lock = threading.RLock()
-        self._rehearsed: dict[Hashable, list[torch.Tensor]] = {}
+        self._rehearsed: dict[Hashable, Rehearsal] = {}
         self._failed: set[Hashable] = set()
         self._coded: set[Hashable] = set()
         self._closed = False
@@ -384,7 +384,7 @@ class GraphedModule(Wrapper):
             if call.key not in self._rehearsed:
                 self._rehearsed[call.key] = rehearse(self._program, self._backend, self._observed, args, kwargs)
             variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, self._observed,
-                                      self.lends, args, kwargs)
+                                      self.lends, args, kwargs, self._rehearsed[call.key])
             slot.variants[call.key] = variant
             self.stats.recaptures["a larger variant took the slot"] += slot.forget_smaller(call.key)
             self.stats.captured += len(variant.regions)

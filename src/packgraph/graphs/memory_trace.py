@@ -45,13 +45,12 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
             graphed._compile(call, args, {})  # first by itself, as before a capture
         program, backend, observed = graphed._program, graphed.capture_backend, graphed._observed
         slot = Slot(0, backend, graphed.device, backend.new_pool())
-        read = rehearse(program, backend, observed, args, {})
+        rehearsal = rehearse(program, backend, observed, args, {})
         try:
             capture_variant(program, backend, slot, SpareGradients(program.module), observed, graphed.lends, args, {},
-                            lifetimes).reset()
+                            rehearsal, lifetimes).reset()
             return MemoryTrace(tuple(lifetimes), slot.buffer_bytes())
         finally:
-            read.clear()  # graphs know it by its addresses
             slot.clear()
             if backend.device_type == "cuda":
                 torch.cuda.empty_cache()
