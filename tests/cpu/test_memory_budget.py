@@ -154,6 +154,21 @@ def test_graphs_without_room_are_over_any_budget(monkeypatch):
     assert not unlimited.dropped and not unlimited.banks and "not predicted" in unlimited.notes[0]
 
 
+def test_arguments_without_room_are_voted_on_too():
+    """Who dies instead leaves the others waiting for its vote."""
+    asked: list[CaptureError | None] = []
+
+    def no_room(number: int, capacity: Capacity) -> tuple[Any, ...]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def vote(what: str, error: CaptureError | None) -> CaptureError | None:
+        asked.append(error)
+        return error
+
+    plan = plan_memory([graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, vote=vote)
+    assert plan.dropped == CAPACITIES[:1] and asked[0] is not None
+
+
 def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
     """The trace of the next chunk exchanges data, too: whoever went on would wait for the rank that failed."""
     chunks, traced, asked = [graphed_model() for _ in range(3)], [], []

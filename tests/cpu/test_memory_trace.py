@@ -141,3 +141,31 @@ def test_what_graphs_write_when_they_run_for_eager_stages_is_undone(unseen, how)
     assert not graphed.module.count.any() and not graphed.module.calls.any()
     toy_loss(graphed(*toy_inputs(8))).backward()
     assert graphed.stats.replayed == 1 and (graphed.module.count == 1).all() and graphed.module.calls == 1
+
+
+class DoublesWhatItSaved(torch.autograd.Function):
+    """Writes to its own activation in the backward."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.saved = hidden.detach().clone()
+        return hidden * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved.mul_(2).sign().abs()
+
+
+class WritesInItsBackward(CountsByItself):
+    def attend(self, state, layer):
+        state = super().attend(state, layer)
+        return {**state, "hidden": DoublesWhatItSaved.apply(state["hidden"])}
+
+
+def test_what_is_put_back_was_there_before_the_rehearsal(unseen):
+    """Its own activations, of which backwards and later stages may make what they like, are not held for long."""
+    graphed = graph(WritesInItsBackward(), warmup=0, scope=["embed", "mlp"], strict=True, slots=1)
+    graphed.build([toy_inputs(8)], 1)
+    (rehearsal,) = graphed._rehearsed.values()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in rehearsal.written}
+    assert storages == {graphed.module.count.data_ptr(), graphed.module.calls.data_ptr()}

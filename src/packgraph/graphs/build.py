@@ -82,8 +82,8 @@ class Variant:
 class VariantBuild:
     """One build. observed: by how many outputs a call has, the numbers of those that got gradients in warm-up.
 
-    lends: gradients of the call's inputs are handed out as static memory. written: memory from outside that captured
-    code writes to, as far as the window does not see that itself.
+    lends: gradients of the call's inputs are handed out as static memory. written: tensors from outside that
+    captured forwards write to, as far as the window does not see that itself.
     """
 
     def __init__(self, program: Program, slot: Slot, window: Window, aliases: Aliases, buffers: GradientBuffers,

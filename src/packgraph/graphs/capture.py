@@ -64,8 +64,8 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
 
 class Rehearsal(NamedTuple):
     """What captured code uses that was there before. read: tensors; whoever keeps the graphs must keep them, since a
-    graph knows only their addresses. written: memory that it writes to, uint8 [n] each, that of buffers included. Both
-    are empty where the backend needs no rehearsal (it sees and keeps all itself)."""
+    graph knows only their addresses. written: those that forwards write to, and buffers among them. Both are empty
+    where the backend needs no rehearsal (it sees and keeps all itself)."""
 
     read: list[torch.Tensor]
     written: list[torch.Tensor]
@@ -128,9 +128,9 @@ def _once(program: Program, backend: Backend, observed: Observed, args: tuple[An
         parameters, found = [*aliases.alias_of.values()], Rehearsal([], [])
 
         def run() -> None:
-            read = _run_watched(watched, backend, observed, journal, parameters, args, kwargs)
-            found.read.extend(tensor.detach() for tensor in read)
-            found.written.extend(journal.written())
+            for used, tensors in zip(found, _run_watched(watched, backend, observed, journal, parameters, args, kwargs),
+                                     strict=True):
+                used.extend(tensor.detach() for tensor in tensors)
 
         how(run)
         return found
@@ -150,11 +150,13 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
 
 
 def _run_watched(program: Program, backend: Backend, observed: Observed, journal: Journal, parameters: list[Any],
-                 args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
+                 args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Iterable[torch.Tensor], ...]:
+    """What captured code has read, and what its forwards have written to."""
     state = detached_state(program.begin(args, kwargs))
     inputs = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     device = backend.guard_device
     read: dict[int, torch.Tensor] = {}
+    written: dict[int, torch.Tensor] = {}
     with torch.enable_grad():
         for run in program.runs:
             if run.captured:
@@ -163,6 +165,7 @@ def _run_watched(program: Program, backend: Backend, observed: Observed, journal
                     result = program.run(run, shown)
                 staged = {t.untyped_storage()._cdata for t in tree_leaves(shown) if isinstance(t, torch.Tensor)}
                 read |= {key: tensor for key, tensor in watch.external.items() if key not in staged}
+                written |= {key: tensor for key, tensor in watch.written.items() if key not in staged}
                 state = with_lengths(state, shown, result)
             else:
                 with Watch(journal, refuse=False, device=None):
@@ -178,7 +181,7 @@ def _run_watched(program: Program, backend: Backend, observed: Observed, journal
             with HostReadGuard(device), Watch(journal, refuse=True, device=device), \
                     torch.autocast(backend.device_type, enabled=False):
                 torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
-    return read.values()
+    return read.values(), written.values()
 
 
 @contextlib.contextmanager

@@ -26,5 +26,5 @@ def forget_code(graphed: GraphedModule) -> None:
 
 def forget_all(graphed: GraphedModule) -> int:
     """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager calls."""
-    graphed._rehearsed.clear()  # the tensors that graphs have read, kept for them
+    graphed._rehearsed.clear()  # the tensors that graphs use, kept for them
     return graphed._slots.clear()

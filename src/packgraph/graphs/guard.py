@@ -230,13 +230,14 @@ class Watch(CodeWatcher):
     """Runs code for a capture: journals writes to what existed before, and refuses what a graph cannot hold.
 
     refuse: False only journals (stages that stay eager may do what they like). device: as in HostReadGuard.
-    external: the tensors from outside that the code has read, by storage.
+    external, written: the tensors from outside that the code has read and written to, by storage.
     """
 
     def __init__(self, journal: Journal, *, refuse: bool, device: str | None) -> None:
         super().__init__()
         self.journal, self.refuse, self.device = journal, refuse, device
         self.external: dict[int, torch.Tensor] = {}
+        self.written: dict[int, torch.Tensor] = {}
         self._own: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -252,6 +253,7 @@ class Watch(CodeWatcher):
         for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own:
                 self.journal.before_write(tensor)
+                self.written[tensor.untyped_storage()._cdata] = tensor
         inputs = {t.untyped_storage()._cdata: t for t in tree_flatten((args, kwargs))[0]
                   if isinstance(t, torch.Tensor) and t.layout is torch.strided}
         self.external.update((key, t) for key, t in inputs.items() if key not in self._own)

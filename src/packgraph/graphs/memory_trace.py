@@ -33,16 +33,21 @@ from packgraph.plan.memory.first_fit import FirstFitPool
 def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
     """What graphs for a call with these arguments will allocate in one slot. Trains nothing and keeps no graph.
 
-    Nothing of it is remembered, so all ranks that share in a capture go the same way in it whatever became of their
-    traces. Raises CaptureError where a capture would; with collectives in the module it is collective.
+    Nothing of it but compiled code is remembered, so all ranks that share in a capture go the same way in it whatever
+    became of their traces. Raises CaptureError where a capture would; with collectives in the module it is collective.
     """
     refused, call = refusal(graphed.module), signature(args, {}, graphed.device)
     if refused is not None:
         raise CaptureError(refused.what, user_line(), refused.remedy)
+    if call is None:
+        raise CaptureError("an argument cannot be part of a key", user_line(),
+                           f"pass tensors on {graphed.device}, packed batches and constants")
     lifetimes: list[Lifetime] = []
     with as_in_training(graphed.module):
-        if call is not None:
-            graphed._compile(call, args, {})  # first by itself, as before a capture
+        reason = graphed._check_fingerprint()
+        if reason is not None:
+            raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
+        graphed._compile(call, args, {})  # first by itself, as before a capture
         program, backend, observed = graphed._program, graphed.capture_backend, graphed._observed
         slot = Slot(0, backend, graphed.device, backend.new_pool())
         rehearsal = rehearse(program, backend, observed, args, {})
@@ -51,6 +56,8 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
                             rehearsal, lifetimes).reset()
             return MemoryTrace(tuple(lifetimes), slot.buffer_bytes())
         finally:
+            rehearsal.read.clear()
+            rehearsal.written.clear()
             slot.clear()
             if backend.device_type == "cuda":
                 torch.cuda.empty_cache()

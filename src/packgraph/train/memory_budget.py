@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.forget import forget_code
 from packgraph.graphs.graphed import GraphedModule
@@ -128,8 +129,9 @@ def _predicted(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Seq
     for number, chunk in enumerate(chunks):
         error: CaptureError | None = None
         try:
-            trace = trace_memory(chunk, arguments(number, capacity))
-            banks.append(predict_bank(chunk, {capacity: trace}, slots[number]))
+            with explained():  # also want of memory for arguments, say: who does not come to vote is waited for
+                trace = trace_memory(chunk, arguments(number, capacity))
+                banks.append(predict_bank(chunk, {capacity: trace}, slots[number]))
         except CaptureError as failed:
             error = failed
         error = vote(f"the memory of graphs of {str_of(capacity)}", error)
