@@ -206,5 +206,5 @@ def test_the_pool_is_what_was_predicted_before_the_capture(way):
                                          dtype=torch.bfloat16, **options)
     torch.cuda.empty_cache()
     print(f"{way}: predicted {foretold / 2**20:.1f} MiB, measured {taken / 2**20:.1f} MiB")
-    within = 64 * 2**20 if way == "everything" else 0.02 * taken
+    within = 64 * 2**20 if way == "everything" else 0.02 * taken  # it is 48 MiB off; why is not known
     assert taken > 2**29 and abs(foretold - taken) <= within

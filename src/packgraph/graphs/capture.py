@@ -6,7 +6,7 @@ random states.
 """
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -125,15 +125,9 @@ def _once(program: Program, backend: Backend, observed: Observed, args: tuple[An
     watched = ObservedProgram(program, effects)
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
-        parameters, found = [*aliases.alias_of.values()], Rehearsal([], [])
-
-        def run() -> None:
-            for used, tensors in zip(found, _run_watched(watched, backend, observed, journal, parameters, args, kwargs),
-                                     strict=True):
-                used.extend(tensor.detach() for tensor in tensors)
-
-        how(run)
-        return found
+        parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
+        how(lambda: found.append(_run_watched(watched, backend, observed, journal, parameters, args, kwargs)))
+        return found[0] if found else Rehearsal([], [])
 
 
 @contextlib.contextmanager
@@ -150,8 +144,7 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
 
 
 def _run_watched(program: Program, backend: Backend, observed: Observed, journal: Journal, parameters: list[Any],
-                 args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Iterable[torch.Tensor], ...]:
-    """What captured code has read, and what its forwards have written to."""
+                 args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     state = detached_state(program.begin(args, kwargs))
     inputs = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     device = backend.guard_device
@@ -181,7 +174,7 @@ def _run_watched(program: Program, backend: Backend, observed: Observed, journal
             with HostReadGuard(device), Watch(journal, refuse=True, device=device), \
                     torch.autocast(backend.device_type, enabled=False):
                 torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
-    return read.values(), written.values()
+    return Rehearsal([tensor.detach() for tensor in read.values()], [tensor.detach() for tensor in written.values()])
 
 
 @contextlib.contextmanager
