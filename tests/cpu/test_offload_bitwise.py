@@ -121,7 +121,8 @@ def test_graphs_need_less_memory():
 
 
 def test_evaluation_between_steps_changes_nothing(dense):
-    """Calls without gradients, and forwards whose backward never comes, go by and leave no host memory taken."""
+    """Calls without gradients, and forwards whose backward never comes, go by and leave no host memory taken. What
+    eager passes took goes to the captures."""
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES, warmup=2, strict=True)
     engine = Offload(DENSE, graphed.capture_backend.lanes, min_bytes=1)
@@ -137,7 +138,7 @@ def test_evaluation_between_steps_changes_nothing(dense):
         graphed(batch, torch.tensor(5)).backward()
         engine.end_step()
         taken.append(engine.lanes.memories.arenas.nbytes())
-    assert taken[0] == taken[-1]
+    assert taken[0] > 0 and taken[1:] == [0, 0, 0], "captured in the second step"
 
 
 def test_captures_before_anything_was_traced_are_refused():

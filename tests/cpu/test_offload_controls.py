@@ -80,6 +80,31 @@ def test_arenas_double_and_hand_out_nothing_twice():
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(starts))
     assert [piece.numel() >> 20 for piece in arenas.pieces] == [1, 2, 4]
     assert arenas.take(3 << 30 >> 8).numel() == 3 << 22
+    assert arenas.pieces[-1].numel() == 16 << 20  # what torch pins anyway
+
+
+def test_arenas_fill_what_larger_pieces_have_left():
+    arenas = Arenas(plain)
+    large = [arenas.take(5 << 20) for _ in range(2)]
+    small = [arenas.take(3 << 20) for _ in range(3)]
+    assert [piece.numel() >> 20 for piece in arenas.pieces] == [8, 16]
+    assert small[0].data_ptr() == large[0].data_ptr() + (5 << 20)
+    assert small[2].data_ptr() == small[1].data_ptr() + (3 << 20)
+
+
+def test_who_is_under_way_when_a_capture_begins_keeps_its_host_memory():
+    lanes = EmulatedLanes(late=("out", "back"))
+    host, source = lanes.host(64), torch.arange(64, dtype=torch.uint8)
+    lanes.out([source], host)
+    lanes.let_go()
+    assert lanes.memories.arenas.nbytes() == 0
+    other = lanes.host(64)
+    lanes.wait(lanes.out([torch.zeros(64, dtype=torch.uint8)], other))
+    target = torch.empty_like(source)
+    lanes.wait(lanes.back(host, [target]))
+    assert torch.equal(target, source)
+    lanes.give_back(host)
+    assert lanes.host(64) is host, "which is of use again"
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from packgraph.bench.kept import kept_for_backward
 from packgraph.bench.models import draw_batches, dtype_on, shape, zero_gradients
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
-from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, time_block
+from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, pinned_bytes, time_block
 from packgraph.bench.ways import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
@@ -113,7 +113,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
             free_unused(device)
             kept = found if way == "kept" else kept
             known[way] = max(known[way], tokens if found else 0)
-            on_host[way] = max(on_host[way], (found or {}).get("host_bytes", 0) / tokens)
+            on_host[way] = max(on_host[way], ((found or {}).get("pinned_bytes") or 0) / tokens)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
     if options.largest:
         for way in ways:
@@ -226,7 +226,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
         if run.engine is not None:
             _draw(options, f"{options.model}-{tokens}-{way}", traced or _Traced(run.engine.trace, speed), plan)
         row: Row = known | {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
-                    "predicted_pool_bytes": predicted,
+                    "predicted_pool_bytes": predicted, "pinned_bytes": pinned_bytes(device),
                     "peak_bytes": None if peak is None or before is None else peak - before}
         spent = copy_times(device, run.calls) if plan is not None and plan.moved_bytes else None
         if traced is not None and traced.trace is not None:

@@ -92,11 +92,12 @@ def time_block(device: torch.device, run: Callable[[], object], lead: Callable[[
 
 
 def free_unused(device: torch.device) -> None:
-    """Let go of garbage and of the allocator's cached blocks."""
+    """Let go of garbage and of the allocators' cached blocks, pinned ones of the host, too."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
 
 def start_anew(device: torch.device) -> None:
@@ -126,6 +127,12 @@ def held_bytes(device: torch.device) -> int | None:
     torch.cuda.synchronize(device)
     reserved, live = _private(device)
     return torch.cuda.memory_allocated(device) - live + reserved
+
+
+def pinned_bytes(device: torch.device) -> int | None:
+    """Bytes of pinned host memory that torch has now, as it rounds them and with what it keeps for later; None on a
+    CPU."""
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"] if device.type == "cuda" else None
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:

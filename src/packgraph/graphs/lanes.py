@@ -108,6 +108,10 @@ class Lanes(Protocol):
     def elapsed_us(self, start: Any, end: Any) -> float:
         """Microseconds between two times; waits for the device."""
 
+    def let_go(self) -> None:
+        """A capture is about to begin: host memory that is taken from now on is new, so that what earlier eager passes
+        had is the capture's, if it needs some. Who has some keeps it."""
+
     def memory(self) -> DeviceMemory | None:
         """A look at the device's allocator, whose peak statistics begin anew by it; None where nobody counts."""
 
@@ -146,22 +150,24 @@ def aligned(nbytes: int) -> int:
 
 class Arenas:
     """Host memory cut from large pieces, which double in size: pinned memory is slow to make and rounded to powers of
-    two. make: a piece of that many bytes."""
+    two, so what one piece has left goes to whoever fits. make: a piece of that many bytes."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
         self.pieces: list[torch.Tensor] = []
-        self._used = 0
+        self._used: list[int] = []  # bytes of each piece
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] that nobody else has."""
-        if not self.pieces or self._used + nbytes > self.pieces[-1].numel():
-            size = max(SMALLEST_ARENA, 2 * self.pieces[-1].numel() if self.pieces else 0)
-            self.pieces.append(self._make(max(min(size, LARGEST_ARENA), nbytes)))
-            self._used = 0
-        start = self._used
-        self._used += aligned(nbytes)
-        return self.pieces[-1][start : start + nbytes]
+        """uint8 [nbytes] that nobody else has, of the oldest piece that has so much left."""
+        place = next((place for place, (piece, used) in enumerate(zip(self.pieces, self._used))
+                      if used + nbytes <= piece.numel()), len(self.pieces))
+        if place == len(self.pieces):
+            size = max((2 * piece.numel() for piece in self.pieces), default=SMALLEST_ARENA)
+            self.pieces.append(self._make(max(min(size, LARGEST_ARENA), 1 << (nbytes - 1).bit_length())))
+            self._used.append(0)
+        start = self._used[place]
+        self._used[place] += aligned(nbytes)
+        return self.pieces[place][start : start + nbytes]
 
     def nbytes(self) -> int:
         """Bytes of all pieces."""
@@ -178,7 +184,12 @@ class HostMemories:
     the variants of a slot, which exclude each other, share them."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
-        self.arenas = Arenas(make)
+        self._make = make
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Begin anew; memory that nobody has is free."""
+        self.arenas = Arenas(self._make)
         self._buffers: list[torch.Tensor] = []
 
     def number(self, number: int, nbytes: int) -> torch.Tensor:
@@ -211,3 +222,8 @@ class FreeHost:
     def give_back(self, host: HostMemory) -> None:
         """Let the next one have it."""
         self._free.append(host)
+
+    def let_go(self) -> None:
+        """See Lanes."""
+        self._free, self._taken = [], 0
+        self.memories.let_go()

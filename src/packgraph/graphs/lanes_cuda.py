@@ -143,6 +143,10 @@ class CudaLanes:
         end.synchronize()
         return 1000.0 * start.elapsed_time(end)
 
+    def let_go(self) -> None:
+        """See Lanes."""
+        self._free.let_go()
+
     def memory(self) -> DeviceMemory:
         """See Lanes."""
         # The plain dictionary: memory_allocated and max_memory_allocated flatten and sort it first, each for itself.

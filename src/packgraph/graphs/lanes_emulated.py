@@ -168,6 +168,10 @@ class EmulatedLanes:
         """See Lanes."""
         return 1e6 * (end[0] - start[0])
 
+    def let_go(self) -> None:
+        """See Lanes."""
+        self._free.let_go()
+
     def memory(self) -> DeviceMemory | None:
         """See Lanes."""
         return None

@@ -144,6 +144,7 @@ class GraphedStep:
             with compiled_code(self.compiled):
                 read = self._rehearse(shown, journal)
             stack.enter_context(compiled_code(self.compiled, fixed=True))
+            self._backend.lanes.let_go()
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
                 graph, result = window.capture(lambda: self.run(*shown).detach())
                 static = window.static(result)
