@@ -1,11 +1,13 @@
 """What graphs of a module that offloads will take is said before they are captured, and saying it changes nothing."""
+import weakref
+
 import pytest
 import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warmed
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory_trace import trace_memory
-from packgraph.graphs.recorder import RecorderWindow
+from packgraph.graphs.recorder import RecorderBackend, RecorderWindow
 from packgraph.plan.offload.plan import CopySpeed
 from packgraph.plan.offload.search import plan_for_time
 
@@ -45,6 +47,19 @@ def test_what_eager_stages_between_have_saved_is_not_the_graphs(scope, postpones
     foretold, taken = foretold_and_taken(config(3, experts=True), EXPERTS, granularity="layer", scope=scope,
                                          postpones=postpones)
     assert foretold == taken
+
+
+def test_what_a_rehearsal_had_on_the_host_is_free_when_its_capture_begins(monkeypatch):
+    """The rehearsal reads it, but no graph does; kept, it would be pinned twice."""
+    monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run: run())
+    graphed, engine, arguments = warmed(config(), DENSE)
+    pinned = [weakref.ref(piece.untyped_storage()) for piece in engine.lanes.memories.arenas.pieces]
+    alive, window = [], RecorderBackend.window
+    monkeypatch.setattr(RecorderBackend, "window", lambda self, *given: alive.append(
+        sum(of() is not None for of in pinned)) or window(self, *given))
+    graphed.build([arguments])
+    assert len(pinned) > 0 and alive == [0]
+    graphed.close()
 
 
 @pytest.mark.parametrize("times_graphs", [False, True])

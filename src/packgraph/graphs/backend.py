@@ -53,7 +53,10 @@ class Pool(Protocol):
 
 
 class Window(Protocol):
-    """The capture of one variant."""
+    """The capture of one variant. lanes: of its copies between device and host."""
+
+    @property
+    def lanes(self) -> Lanes: ...
 
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[Graph, Result]:
         """Capture `run`. brief: nothing it allocates is read after its replay and the copies made right behind it."""

@@ -89,6 +89,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
+            window.lanes.let_go()  # nobody will replay it
         return variant
 
 

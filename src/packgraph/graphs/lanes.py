@@ -138,9 +138,15 @@ def parts(host: HostMemory, tensors: Sequence[torch.Tensor]) -> list[torch.Tenso
     """The places of `tensors` (uint8 [n]) in host memory, one behind the other."""
     found, start = [], 0
     for tensor in tensors:
-        found.append(host.memory[start : start + tensor.numel()])
+        found.append(_cut(host.memory, start, tensor.numel()))
         start += aligned(tensor.numel())
     return found
+
+
+def _cut(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """A part of host memory. Nobody sees it cut: who watches what captured code reads would keep it for the graphs."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        return memory[start : start + nbytes]
 
 
 def aligned(nbytes: int) -> int:
@@ -167,7 +173,7 @@ class Arenas:
             self._used.append(0)
         start = self._used[place]
         self._used[place] += aligned(nbytes)
-        return self.pieces[place][start : start + nbytes]
+        return _cut(self.pieces[place], start, nbytes)
 
     def nbytes(self) -> int:
         """Bytes of all pieces."""
