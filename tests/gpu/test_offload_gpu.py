@@ -226,6 +226,6 @@ def test_host_memory_is_pinned_once():
     print(f"pinned {taken / 2**20:.0f} MiB, eager passes {eager / 2**20:.0f}")
     assert 2**30 < taken <= 1.1 * eager
     graphed.close()
-    del engine
+    del engine, graphed
     free_unused(CUDA)
     assert pinned_bytes(CUDA) == before

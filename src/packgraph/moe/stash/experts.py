@@ -1,10 +1,11 @@
-"""Experts whose rows wait for the backward in pages: both products and the activation as one operation.
+"""Experts whose rows wait for the backward in pages: two operations, with the first product and with the rest.
 
-    forward     values -- first product --> h -- activation, second product --> made     values, h -> pages
-    backward    pages -> h: of the second product and the activation; pages -> values: of the first; pages are free
+    forward     values -- first product --> h      values, h -> pages      h -- activation, second product --> made
+    backward    pages -> h: of the second product and the activation       pages -> values: of the first; pages are free
 
-The same kernels on the same rows as `experts.Experts` without a stash, so the same bits. One operation with a gradient
-of its own, and not saved-tensor hooks around ordinary code (`Stash.saving`), since compiled code calls no hooks.
+The same kernels on the same rows as `experts.Experts` without a stash, so the same bits. Operations with gradients of
+their own, and not saved-tensor hooks around ordinary code (`Stash.saving`), since compiled code calls no hooks. Two of
+them, since the gradients of both kinds of matrices would stand beside each other else.
 
 What a compiler may do with it: forward and backward are traced into one graph, which is then cut in two. That rows are
 taken in the backward, and not in the forward to be kept there, is data: a take waits for a gradient (`after`). Rows of
@@ -53,58 +54,95 @@ def stashed_experts(experts: Experts, values: Tensor, weights: Tensor, offsets: 
     if memory is None:
         return experts(values, weights, offsets)
     pages = stash.pages
-    made, _ = _experts(values, weights, first, down, offsets, experts.gated, pages.state, *memory, stash.page_rows,
-                       pages.pages, pages.host_pages)
-    return made
+    pool = pages.state, *memory, stash.page_rows, pages.pages, pages.host_pages
+    h, record = _first(values, first, offsets, *pool)
+    return _second(h, weights, down, offsets, experts.gated, not first.requires_grad, record, *pool)
 
 
-@torch.library.custom_op("packgraph::stashed_experts", mutates_args=())
-def _experts(values: Tensor, weights: Tensor, first: Tensor, down: Tensor, offsets: Tensor, gated: bool, state: Tensor,
-             buffers: Sequence[Tensor], hosts: Sequence[Tensor], page_rows: int, pages: int, host_pages: int
-             ) -> tuple[Tensor, Tensor]:
-    """made [R, H], and the record of the pages. buffers: of values, of h; hosts: as many or none."""
+@torch.library.custom_op("packgraph::stashed_first_product", mutates_args=())
+def _first(values: Tensor, first: Tensor, offsets: Tensor, state: Tensor, buffers: Sequence[Tensor],
+           hosts: Sequence[Tensor], page_rows: int, pages: int, host_pages: int) -> tuple[Tensor, Tensor]:
+    """h, and the record of the pages that values and h are in. buffers: of values, of h; hosts: as many or none."""
     h = product(values, first, offsets, True)
-    record = keep(state, buffers, hosts, [values, h], offsets, page_rows, pages, host_pages)
-    return product(activation(h, weights, offsets, gated), down, offsets, True), record
+    return h, keep(state, buffers, hosts, [values, h], offsets, page_rows, pages, host_pages)
 
 
-@_experts.register_fake
-def _shapes(values: Tensor, weights: Tensor, first: Tensor, down: Tensor, offsets: Tensor, gated: bool, state: Tensor,
-            buffers: Sequence[Tensor], hosts: Sequence[Tensor], page_rows: int, pages: int, host_pages: int
-            ) -> tuple[Tensor, Tensor]:
-    return values.new_empty(values.shape[0], down.shape[1]), state.new_empty(record_size(values.shape[0], page_rows))
+@_first.register_fake
+def _first_shapes(values: Tensor, first: Tensor, offsets: Tensor, state: Tensor, buffers: Sequence[Tensor],
+                  hosts: Sequence[Tensor], page_rows: int, pages: int, host_pages: int) -> tuple[Tensor, Tensor]:
+    return values.new_empty(values.shape[0], first.shape[1]), state.new_empty(record_size(values.shape[0], page_rows))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    values, weights, first, down, offsets, ctx.gated, state, buffers, hosts, *ctx.sizes = inputs
+def _save_first(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    values, first, offsets, state, buffers, hosts, *ctx.sizes = inputs
     ctx.rows, ctx.spent = values.shape[0], False
-    ctx.save_for_backward(weights, first, down, offsets, state, output[1], *buffers, *hosts)
+    ctx.save_for_backward(first, offsets, state, output[1], *buffers, *hosts)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _differentiate_first(ctx: Any, of_h: Tensor, _: Tensor) -> tuple[Any, ...]:
+    _spend(ctx)
+    first, offsets, state, record, *memories = ctx.saved_tensors
+    needs_values, needs_first, *_ = ctx.needs_input_grad
+    of_first = None
+    if needs_first:
+        values = _back(0, ctx, state, record, memories, of_h, True)
+        of_first = matrices_gradient(of_h, values, offsets, True)
+    of_values = product(of_h, first, offsets, False) if needs_values else None
+    return of_values, of_first, *_nothing(2, memories), *[None] * len(ctx.sizes)
+
+
+_first.register_autograd(_differentiate_first, setup_context=_save_first)
+
+
+@torch.library.custom_op("packgraph::stashed_second_product", mutates_args=())
+def _second(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool, is_last: bool, record: Tensor,
+            state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], page_rows: int, pages: int,
+            host_pages: int) -> Tensor:
+    """made [R, H]. is_last: nobody takes values after the backward has taken h, so that the pages are free."""
+    return product(activation(h, weights, offsets, gated), down, offsets, True)
+
+
+@_second.register_fake
+def _second_shape(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool, is_last: bool, record: Tensor,
+                  state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], page_rows: int, pages: int,
+                  host_pages: int) -> Tensor:
+    return h.new_empty(h.shape[0], down.shape[1])
+
+
+def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, weights, down, offsets, ctx.gated, ctx.is_last, record, state, buffers, hosts, *ctx.sizes = inputs
+    ctx.rows, ctx.spent = h.shape[0], False
+    ctx.save_for_backward(weights, down, offsets, state, record, *buffers, *hosts)
+
+
+def _differentiate_second(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    _spend(ctx)
+    weights, down, offsets, state, record, *memories = ctx.saved_tensors
+    of_act = product(grad, down, offsets, False)
+    h = _back(1, ctx, state, record, memories, of_act, ctx.is_last)
+    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
+    of_down = matrices_gradient(grad, act, offsets, True) if ctx.needs_input_grad[2] else None
+    return of_h, of_weights, of_down, *_nothing(5, memories), *[None] * len(ctx.sizes)
+
+
+_second.register_autograd(_differentiate_second, setup_context=_save_second)
+
+
+def _spend(ctx: Any) -> None:
     if ctx.spent:
         raise RuntimeError(AGAIN)
     ctx.spent = True
-    weights, first, down, offsets, state, record, *memories = ctx.saved_tensors
+
+
+def _back(number: int, ctx: Any, state: Tensor, record: Tensor, memories: list[Tensor], after: Tensor, release: bool
+          ) -> Tensor:
+    """values (0) or h (1). release: the pages are not needed any more. A result must be used: compilers drop what is
+    not."""
     buffers, hosts = memories[:2], memories[2:]
-
-    needs_values = ctx.needs_input_grad[2]
-
-    def back(number: int, after: Tensor, release: bool) -> Tensor:
-        """values or h. release: the pages are not needed any more. A result must be used: compilers drop what is not.
-        """
-        return take(state, buffers[number : number + 1], hosts[number : number + 1], record, after, ctx.rows,
-                    *ctx.sizes, release)[0]
-
-    of_act = product(grad, down, offsets, False)
-    h = back(1, of_act, not needs_values)
-    of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
-    of_down = matrices_gradient(grad, act, offsets, True) if ctx.needs_input_grad[3] else None
-    del of_act, h, act  # that the first product's rows need not stand beside
-    of_first = matrices_gradient(of_h, back(0, of_h, True), offsets, True) if needs_values else None
-    of_values = product(of_h, first, offsets, False) if ctx.needs_input_grad[0] else None
-    return (of_values, of_weights, of_first, of_down, None, None, None, [None] * len(buffers), [None] * len(hosts),
-            *[None] * len(ctx.sizes))
+    return take(state, buffers[number : number + 1], hosts[number : number + 1], record, after, ctx.rows, *ctx.sizes,
+                release)[0]
 
 
-_experts.register_autograd(_differentiate, setup_context=_save)
+def _nothing(count: int, memories: list[Tensor]) -> list[Any]:
+    """No gradients of so many inputs, and of the two lists of memories behind them."""
+    return [None] * count + [[None] * 2, [None] * (len(memories) - 2)]

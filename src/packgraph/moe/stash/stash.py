@@ -18,8 +18,8 @@ Decisions, with reasons:
 * Two forms. `saving` is a block around ordinary code: saved-tensor hooks do the work, the code knows nothing of it. It
   works eagerly and in captures (hooks are Python: they run when a graph is captured, what they launch is in the graph),
   not inside code that torch.compile traces. `keep` and `back` are for an explicit autograd function and are fit for
-  torch.compile, and so is the operation that this library's experts use (`stash_experts.py`). All are the same
-  operations on the same pages.
+  torch.compile, and so are the operations that this library's experts use (`experts.py`). All are the
+  same on the same pages.
 * Only row-major floating [R, w] tensors with w >= 8 go to pages; vectors (a weight per row) are left: they are small.
   A tensor saved twice is stashed once. A view of wider rows (one half of a gated product) takes the whole rows with it
   and shares them with the other views: what comes back has the layout it had, so kernels compute the same bits. Leaves
