@@ -1,5 +1,6 @@
 """`packgraph bench offload`: a row for each way, plans that are followed, and the search for what fits."""
 import json
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -123,6 +124,17 @@ def test_a_search_stops_before_the_host_has_no_memory_left():
                              largest=32, host_bytes=40 * 2**30)
     assert _most_tokens(options, model, CPU, "everything", CopySpeed(), Deadline(None), 32, 2.0**30) == (
         32, "64 would take 64 GiB of pinned host memory, more than the 40 GiB of --host-gib")
+
+    def runs(options, model, device, tokens, *rest):
+        if tokens > 2048:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return True
+
+    with mock.patch("packgraph.bench.offload._runs", runs):
+        for gib, most, reason in ((1000, 992, "1024 would take 1024 GiB"), (5000, 2048, None)):
+            found, why = _most_tokens(replace(options, host_bytes=gib * 2**30), model, CPU, "everything", CopySpeed(),
+                                      Deadline(None), 32, 2.0**30)
+            assert found == most and (why is None if reason is None else why.startswith(reason))
     assert 2**20 < free_host_bytes() < 2**50
 
 

@@ -337,19 +337,21 @@ def _kept_bytes(options: OffloadOptions, model: DecoderStack, device: torch.devi
 def _most_tokens(options: OffloadOptions, model: DecoderStack, device: torch.device, way: str, speed: CopySpeed,
                  deadline: Deadline, known: int, on_host: float) -> tuple[int, str | None]:
     """The most tokens, in steps of `options.largest`, that run, and what kept from trying more; None where more do not
-    run. known: tokens that run. on_host: bytes of pinned memory per token; a host that has no more ends the process."""
+    run. known: tokens that run. on_host: bytes of pinned memory per token; a host that has no more ends the process, so
+    nothing is tried that would take more than `options.host_bytes`."""
     stopped: str | None = None
+
+    def on_host_gib(steps: int) -> float:
+        return steps * options.largest * on_host / 2**30
 
     def fits(steps: int) -> bool | None:
         nonlocal stopped
         tokens = steps * options.largest
         if deadline.passed():
             stopped = deadline.reason
-        elif tokens * on_host > options.host_bytes:
-            stopped = (f"{tokens} would take {tokens * on_host / 2**30:.0f} GiB of pinned host memory, more than the "
-                       f"{options.host_bytes / 2**30:.0f} GiB of --host-gib")
-        if stopped is not None:
             return None
+        if on_host_gib(steps) > options.host_bytes / 2**30:
+            return False
         found, reason = attempt_alone(partial(_runs, options, model, device, tokens, way, speed), Deadline(None))
         free_unused(device)
         if found is None and not any(text in (reason or "") for text in OUT_OF_MEMORY):
@@ -357,6 +359,9 @@ def _most_tokens(options: OffloadOptions, model: DecoderStack, device: torch.dev
         return found is not None
 
     steps, _ = _search(fits, known // options.largest)
+    if stopped is None and on_host_gib(steps + 1) > options.host_bytes / 2**30:
+        stopped = (f"{(steps + 1) * options.largest} would take {on_host_gib(steps + 1):.0f} GiB of pinned host "
+                   f"memory, more than the {options.host_bytes / 2**30:.0f} GiB of --host-gib")
     return options.largest * steps, stopped
 
 
