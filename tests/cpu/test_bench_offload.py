@@ -1,5 +1,7 @@
 """`packgraph bench offload`: a row for each way, plans that are followed, and the search for what fits."""
+import gc
 import json
+import weakref
 from dataclasses import replace
 from unittest import mock
 
@@ -92,6 +94,24 @@ def test_a_prediction_changes_no_gradient_no_pool_and_no_plan():
     assert all(torch.equal(a, b) for a, b in zip(found[0][3], found[1][3], strict=True))
 
 
+def test_a_run_that_is_over_keeps_no_host_memory():
+    """Compiled code keeps modules, and so their engine, for as long as it is in torch's caches."""
+    model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
+    zero_gradients([model])
+    options = OffloadOptions(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1)
+    with _Run(options, model, CPU, 64, lambda trace: plan_by_knobs(trace, CopySpeed(), options.knobs())) as run:
+        run.engine.times_graphs = True
+        run.prepare()
+        run.calls()
+        engine, slots = run.engine, run.way.graphed._slots.all
+        pieces = [weakref.ref(piece.untyped_storage()) for slot in slots for piece in slot.pool.host.arenas.pieces]
+        assert all(of() is not None for of in pieces) and engine._captured
+        del slots
+    del run
+    gc.collect()
+    assert pieces and engine.plan is not None and all(of() is None for of in pieces)
+
+
 @pytest.mark.parametrize("most", [0, 1, 2, 5, 63, 64])
 @pytest.mark.parametrize("known", [0, 1, 5])
 def test_the_largest_number_that_fits_is_found(most, known):
@@ -113,9 +133,11 @@ def test_a_search_that_runs_out_of_time_says_at_least(capsys):
     passed = iter([False] * 4)
     with mock.patch.object(Deadline, "passed", lambda self: next(passed, True) if self.seconds else False):
         assert bench([*words.split(), "--seconds", "1000"]) == 0
-    *_, kept, moved = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert kept["way"] == "kept, largest" and kept["tokens"] == 32
-    assert kept["reason"].startswith("at least so many tokens") and "not measured" in moved["reason"]
+    said = capsys.readouterr()
+    *_, kept, moved = [json.loads(line) for line in said.out.splitlines()]
+    assert kept["way"] == "kept, at least" and kept["tokens"] == 32 and kept["reason"] is None
+    assert kept["stopped"].startswith("not measured") and "not measured" in moved["reason"]
+    assert f"kept, at least at 32 tokens: {kept['stopped']}" in " ".join(said.err.split())
 
 
 def test_a_search_stops_before_the_host_has_no_memory_left():

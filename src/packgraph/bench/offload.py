@@ -17,8 +17,8 @@ free, before anything is measured.
 
 The copies' speed comes from a profile of one more replay, their ceiling from plain copies of pinned memory. With
 --largest the most tokens are looked for with which the first and the second way still run, from the most that were
-measured on; what is known when the time is up is told as "at least". With --draw FOLDER plans are drawn as SVG and as
-Chrome traces.
+measured on; what is known when the time is up, or the host's memory, is told as "at least". With --draw FOLDER plans
+are drawn as SVG and as Chrome traces.
 """
 import os
 from collections.abc import Callable
@@ -122,9 +122,8 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
             work = partial(_most_tokens, options, model, device, way, speed, deadline, known[way], on_host[way])
             most, reason = attempt_alone(work, deadline)
             tokens, stopped = most or (known[way], None)
-            if stopped:
-                reason = f"at least so many tokens: {stopped}"
-            rows.add(_identity(options, model, tokens, f"{way}, largest", reason) | {"figures": {}})
+            kind = "largest" if stopped is None else "at least"
+            rows.add(_identity(options, model, tokens, f"{way}, {kind}", reason) | {"figures": {}, "stopped": stopped})
 
 
 def _identity(options: OffloadOptions, model: DecoderStack, tokens: int, way: str, reason: str | None) -> Row:
@@ -176,6 +175,9 @@ class _Run:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.engine is not None:  # which compiled code keeps alive, and with it the host memory of its last pass
+            self.engine.end_step()
+            self.engine.forget_replays()
         self.way.close()
         free_unused(self.device)
 

@@ -105,8 +105,9 @@ class Rows:
             table.add_row(*(cell(row) for _, cell in columns))
         console.print(table)
         for row in self.all:
-            if row["reason"] is not None:
-                console.print(f"{row['way']} at {row['tokens']} tokens: {row['reason']}", markup=False, highlight=False)
+            why_not_more = row["reason"] or row.get("stopped")  # what ended a search
+            if why_not_more is not None:
+                console.print(f"{row['way']} at {row['tokens']} tokens: {why_not_more}", markup=False, highlight=False)
 
     @property
     def measured(self) -> bool:
