@@ -1,9 +1,12 @@
-"""Experts of a decoder with a stash: one operation whose rows are in pages until its backward, compiled or not."""
+"""Experts of a decoder with a stash: two operations whose rows are in pages until their backward, compiled or not."""
+import weakref
+
 import pytest
 import torch
 from stashkit import poison_pages
 
 import packgraph
+import packgraph.moe.stash.experts as stashed
 from packgraph.bench.models import draw_batches
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.config import DecoderConfig
@@ -87,6 +90,37 @@ def test_pages_of_frozen_experts_come_back(backend):
         run(experts, values, weights, ends, stash).backward(gradient)
         assert values.grad is not None and experts.first_proj.grad is None and stash.in_use() == 0
     assert stash.need_hi() == 2
+
+
+def test_pages_of_a_backward_of_the_second_product_alone_come_back_at_the_next_reset():
+    stash, experts = stash_of(), Experts(4, 16, 16)
+    values, weights, ends, gradient = rows(30)
+    made = stashed_experts(experts, values, weights, ends, stash)
+    torch.autograd.grad(made, [experts.down_proj], gradient)
+    assert stash.in_use() == 2
+    stash.reset()
+    assert stash.in_use() == 0
+    stashed_experts(experts, values, weights, ends, stash).backward(gradient)
+    assert stash.in_use() == 0 and not stash.verdict()
+
+
+@pytest.mark.parametrize("what", ["product", "matrices_gradient"])
+def test_rows_that_came_back_stand_beside_as_little_as_they_can(what, monkeypatch):
+    """Rows are gone when the products after theirs begin."""
+    stash, experts, taken, alive = stash_of(), Experts(4, 16, 16), [], []
+    values, weights, ends, gradient = rows(30)
+    made = stashed_experts(experts, values.requires_grad_(), weights, ends, stash)
+    take, then = stashed.take, getattr(stashed, what)
+
+    def taking(*given):
+        back = take(*given)
+        taken.append(weakref.ref(back[0]))
+        return back
+
+    monkeypatch.setattr(stashed, "take", taking)
+    monkeypatch.setattr(stashed, what, lambda *given: alive.append([of() is not None for of in taken]) or then(*given))
+    made.backward(gradient)
+    assert alive == ([[], [False, False]] if what == "product" else [[False], [False, True]])
 
 
 def test_a_second_backward_is_an_error():

@@ -6,8 +6,10 @@ import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warmed
 
 from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.lanes_emulated import EmulatedLanes
 from packgraph.graphs.memory_trace import trace_memory
 from packgraph.graphs.recorder import RecorderBackend, RecorderWindow
+from packgraph.graphs.step import GraphedStep
 from packgraph.plan.offload.plan import CopySpeed
 from packgraph.plan.offload.search import plan_for_time
 
@@ -60,6 +62,35 @@ def test_what_a_rehearsal_had_on_the_host_is_free_when_its_capture_begins(monkey
     graphed.build([arguments])
     assert len(pinned) > 0 and alive == [0]
     graphed.close()
+
+
+def test_a_capture_that_is_thrown_away_keeps_no_host_memory(monkeypatch):
+    graphed, _, arguments = warmed(config(), DENSE)
+    taken, close = [], RecorderWindow.close
+    monkeypatch.setattr(RecorderWindow, "close", lambda self: taken.append(
+        (self.lanes, self.lanes.memories.arenas.nbytes())) or close(self))
+    trace_memory(graphed, arguments)
+    (lanes, before), = taken
+    assert before > 0 and lanes.memories.arenas.nbytes() == 0 and lanes.trial
+    graphed.close()
+
+
+def test_a_capture_of_a_step_gets_what_eager_work_of_all_chunks_had():
+    eager = [EmulatedLanes(), EmulatedLanes()]
+    for lanes in eager:
+        lanes.give_back(lanes.host(64))
+    model = torch.nn.Linear(4, 1)
+    model(torch.ones(1, 4)).sum().backward()
+
+    def run(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    step = GraphedStep([model], run, RecorderBackend(), torch.device("cpu"), lanes=eager)
+    for _ in range(2):
+        step(torch.ones(2, 4))
+    assert step.stats.captured == 1 and [lanes.memories.arenas.nbytes() for lanes in eager] == [0, 0]
 
 
 @pytest.mark.parametrize("times_graphs", [False, True])

@@ -109,8 +109,9 @@ class Lanes(Protocol):
         """Microseconds between two times; waits for the device."""
 
     def let_go(self) -> None:
-        """A capture is about to begin: host memory that is taken from now on is new, so that what earlier eager passes
-        had is the capture's, if it needs some. Who has some keeps it."""
+        """Of eager work, when a capture is about to begin: host memory that is taken from now on is new, so that what
+        earlier passes had is the capture's, if it needs some. Who has some keeps it. Of a capture: nobody will replay
+        it."""
 
     def memory(self) -> DeviceMemory | None:
         """A look at the device's allocator, whose peak statistics begin anew by it; None where nobody counts."""
@@ -155,8 +156,9 @@ def aligned(nbytes: int) -> int:
 
 
 class Arenas:
-    """Host memory cut from large pieces, which double in size: pinned memory is slow to make and rounded to powers of
-    two, so what one piece has left goes to whoever fits. make: a piece of that many bytes."""
+    """Host memory cut from large pieces, which double in size: pinned memory is slow to make, and torch rounds it to
+    powers of two (unless told otherwise), so what one piece has left goes to whoever fits. make: a piece of that many
+    bytes."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make

@@ -145,6 +145,8 @@ class CudaLanes:
 
     def let_go(self) -> None:
         """See Lanes."""
+        if self.scope > 0:  # a replay may be copying yet, which torch does not know of
+            torch.cuda.synchronize(self.device)
         self._free.let_go()
 
     def memory(self) -> DeviceMemory:

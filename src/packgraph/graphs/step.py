@@ -23,6 +23,7 @@ from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Fingerprint
 from packgraph.graphs.guard import HostReadGuard, Watch
+from packgraph.graphs.lanes import Lanes
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters
 from packgraph.graphs.program import hide_lengths
 from packgraph.graphs.signature import signature
@@ -51,13 +52,14 @@ class GraphedStep:
     modules: everything whose parameters the step trains. run: forward and backward of a step; takes tensors and packed
     batches, returns one tensor (the loss). It is called eagerly in warm-up, and captured once per key: the shapes of
     all arguments. limit: keys that may be captured, beyond them steps run eagerly. compiled: whether `run` calls
-    compiled stages, by `GraphedModule.run_eagerly`.
+    compiled stages, by `GraphedModule.run_eagerly`. lanes: of eager work of `run`, None = the backend's.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], run: Step, backend: Backend, device: torch.device,
-                 limit: int = MAX_STEP_KEYS, compiled: bool = False) -> None:
+                 limit: int = MAX_STEP_KEYS, compiled: bool = False, lanes: Sequence[Lanes] | None = None) -> None:
         self.modules, self.run, self.limit, self.compiled = torch.nn.ModuleList(modules), run, limit, compiled
         self._backend, self._device = backend, device
+        self._eager_lanes = [backend.lanes] if lanes is None else list(lanes)
         self.vote: Vote = alone  # asked after every capture, as in GraphedModule
         self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
@@ -144,7 +146,8 @@ class GraphedStep:
             with compiled_code(self.compiled):
                 read = self._rehearse(shown, journal)
             stack.enter_context(compiled_code(self.compiled, fixed=True))
-            self._backend.lanes.let_go()
+            for lanes in self._eager_lanes:
+                lanes.let_go()
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
                 graph, result = window.capture(lambda: self.run(*shown).detach())
                 static = window.static(result)

@@ -75,7 +75,8 @@ class Pipeline:
         self._whole: GraphedStep | None = None
         if whole_steps:
             self._whole = GraphedStep(modules, self._run_plainly, self.chunks[0].capture_backend, device,
-                                      compiled=any(chunk.compiles for chunk in self.chunks))
+                                      compiled=any(chunk.compiles for chunk in self.chunks),
+                                      lanes=[chunk.capture_backend.lanes for chunk in self.chunks])
 
     @property
     def step_stats(self) -> Stats | None:

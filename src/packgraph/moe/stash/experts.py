@@ -5,7 +5,9 @@
 
 The same kernels on the same rows as `experts.Experts` without a stash, so the same bits. Operations with gradients of
 their own, and not saved-tensor hooks around ordinary code (`Stash.saving`), since compiled code calls no hooks. Two of
-them, since the gradients of both kinds of matrices would stand beside each other else.
+them, since the gradients of both kinds of matrices would stand beside each other else. So pages are free when both
+backwards have run: a backward that is asked for what follows the first product alone (`torch.autograd.grad` of
+down_proj, say) leaves them taken until the next reset.
 
 What a compiler may do with it: forward and backward are traced into one graph, which is then cut in two. That rows are
 taken in the backward, and not in the forward to be kept there, is data: a take waits for a gradient (`after`). Rows of
@@ -85,8 +87,7 @@ def _differentiate_first(ctx: Any, of_h: Tensor, _: Tensor) -> tuple[Any, ...]:
     needs_values, needs_first, *_ = ctx.needs_input_grad
     of_first = None
     if needs_first:
-        values = _back(0, ctx, state, record, memories, of_h, True)
-        of_first = matrices_gradient(of_h, values, offsets, True)
+        of_first = matrices_gradient(of_h, _back(0, ctx, state, record, memories, of_h, True), offsets, True)
     of_values = product(of_h, first, offsets, False) if needs_values else None
     return of_values, of_first, *_nothing(2, memories), *[None] * len(ctx.sizes)
 
@@ -121,6 +122,7 @@ def _differentiate_second(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     of_act = product(grad, down, offsets, False)
     h = _back(1, ctx, state, record, memories, of_act, ctx.is_last)
     of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
+    del of_act, h  # which the gradient of matrices need not stand beside
     of_down = matrices_gradient(grad, act, offsets, True) if ctx.needs_input_grad[2] else None
     return of_h, of_weights, of_down, *_nothing(5, memories), *[None] * len(ctx.sizes)
 
