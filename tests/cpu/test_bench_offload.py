@@ -2,16 +2,14 @@
 import gc
 import json
 import weakref
-from dataclasses import replace
 from unittest import mock
 
-import pytest
 import torch
 
 from packgraph.bench.command import bench
 from packgraph.bench.copies import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.models import shape, zero_gradients
-from packgraph.bench.offload import OffloadOptions, _most_tokens, _Run, _search
+from packgraph.bench.offload import OffloadOptions, _Run
 from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.errors import CaptureError
@@ -112,22 +110,6 @@ def test_a_run_that_is_over_keeps_no_host_memory():
     assert pieces and engine.plan is not None and all(of() is None for of in pieces)
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 5, 63, 64])
-@pytest.mark.parametrize("known", [0, 1, 5])
-def test_the_largest_number_that_fits_is_found(most, known):
-    asked, known = [], min(known, most)
-    assert _search(lambda number: asked.append(number) or number <= most, known) == (most, True)
-    assert len(set(asked)) == len(asked) <= 15 and known not in asked
-
-
-@pytest.mark.parametrize(("asks", "good"), [(0, 2), (1, 4), (3, 16), (4, 16), (5, 24)])
-def test_what_is_known_when_the_time_is_up_is_told(asks, good):
-    """4, 8 and 16 fit, 32 does not, 24 fits, 28 does not."""
-    asked = []
-    assert _search(lambda number: None if len(asked) == asks else asked.append(number) or number <= 27, 2) == (
-        good, False)
-
-
 def test_a_search_that_runs_out_of_time_says_at_least(capsys):
     words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --largest 32"
     passed = iter([False] * 4)
@@ -140,23 +122,21 @@ def test_a_search_that_runs_out_of_time_says_at_least(capsys):
     assert f"kept, at least at 32 tokens: {kept['stopped']}" in " ".join(said.err.split())
 
 
-def test_a_search_stops_before_the_host_has_no_memory_left():
-    model = build_part("layers", shape("tiny", 1), CPU, torch.float32)
-    options = OffloadOptions(model="tiny", layers=1, part="layers", tokens=(32,), modules=("mlp_act",), min_bytes=1,
-                             largest=32, host_bytes=40 * 2**30)
-    assert _most_tokens(options, model, CPU, "everything", CopySpeed(), Deadline(None), 32, 2.0**30) == (
-        32, "64 would take 64 GiB of pinned host memory, more than the 40 GiB of --host-gib")
+def test_what_runs_out_of_memory_ends_the_search_and_what_fails_otherwise_is_an_error(capsys):
+    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --largest 32"
+    for error, most, reason in ((torch.OutOfMemoryError("CUDA out of memory"), 96, None),
+                                (ValueError("rows are too long"), 32, "at 128 tokens: ValueError: rows are too long")):
+        def run_once(options, model, device, tokens, way, speed, error=error):
+            if tokens > 96:
+                raise error
+            return True
 
-    def runs(options, model, device, tokens, *rest):
-        if tokens > 2048:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return True
-
-    with mock.patch("packgraph.bench.offload._runs", runs):
-        for gib, most, reason in ((1000, 992, "1024 would take 1024 GiB"), (5000, 2048, None)):
-            found, why = _most_tokens(replace(options, host_bytes=gib * 2**30), model, CPU, "everything", CopySpeed(),
-                                      Deadline(None), 32, 2.0**30)
-            assert found == most and (why is None if reason is None else why.startswith(reason))
+        with mock.patch("packgraph.bench.offload._run_once", run_once):
+            bench(words.split())
+        *_, kept, moved = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        for row, way in ((kept, "kept"), (moved, "everything")):
+            assert row["tokens"] == most and row["way"] == f"{way}, largest"
+            assert row["reason"] is None if reason is None else reason in row["reason"]
     assert 2**20 < free_host_bytes() < 2**50
 
 

@@ -16,12 +16,11 @@ every way: by the blocks of a trial capture, as the plan moves, replayed through
 free, before anything is measured.
 
 The copies' speed comes from a profile of one more replay, their ceiling from plain copies of pinned memory. With
---largest the most tokens are looked for with which the first and the second way still run, from the most that were
-measured on; what is known when the time is up, or the host's memory, is told as "at least". With --draw FOLDER plans
-are drawn as SVG and as Chrome traces.
+--largest the most tokens are looked for with which the first and the second way still run, beginning with what should
+fit by what the longest measured row took; what is known when the time is up, or the host's memory, is told as "at
+least". With --draw FOLDER plans are drawn as SVG and as Chrome traces.
 """
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +31,19 @@ from torch.utils._pytree import tree_leaves
 from packgraph.bench.contest import attempt_alone
 from packgraph.bench.copies import copy_ceiling, copy_times
 from packgraph.bench.kept import kept_for_backward
+from packgraph.bench.largest import Memory, most_tokens
 from packgraph.bench.models import draw_batches, dtype_on, shape, zero_gradients
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
-from packgraph.bench.timing import Deadline, free_unused, held_bytes, peak_bytes, pinned_bytes, time_block
+from packgraph.bench.timing import (
+    Deadline,
+    free_bytes,
+    free_unused,
+    held_bytes,
+    peak_bytes,
+    pinned_bytes,
+    time_block,
+)
 from packgraph.bench.ways import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
@@ -103,7 +111,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
     """One row for each way at each number of tokens, then for the largest numbers."""
     model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
     zero_gradients([model])
-    speed, known, on_host = copy_ceiling(device), dict.fromkeys(OFFLOAD_WAYS, 0), dict.fromkeys(OFFLOAD_WAYS, 0.0)
+    speed, known, takes = copy_ceiling(device), dict.fromkeys(OFFLOAD_WAYS, 0), dict.fromkeys(OFFLOAD_WAYS, Memory())
     ways = [way for way in OFFLOAD_WAYS if way == "kept" or way in options.ways]
     for tokens in options.tokens:
         kept: Row | None = None
@@ -112,18 +120,13 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
                 found, reason = attempt_alone(partial(_measure, options, model, device, tokens, way, speed), deadline)
             free_unused(device)
             kept = found if way == "kept" else kept
-            known[way] = max(known[way], tokens if found else 0)
-            on_host[way] = max(on_host[way], ((found or {}).get("pinned_bytes") or 0) / tokens)
+            if found is not None and tokens > known[way]:
+                known[way] = tokens
+                takes[way] = Memory((found["peak_bytes"] or 0) / tokens, (found["pinned_bytes"] or 0) / tokens)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
-    if options.largest:
-        for way in ways:
-            if way == "planned":
-                continue
-            work = partial(_most_tokens, options, model, device, way, speed, deadline, known[way], on_host[way])
-            most, reason = attempt_alone(work, deadline)
-            tokens, stopped = most or (known[way], None)
-            kind = "largest" if stopped is None else "at least"
-            rows.add(_identity(options, model, tokens, f"{way}, {kind}", reason) | {"figures": {}, "stopped": stopped})
+    for way in ways:
+        if options.largest and way != "planned":
+            rows.add(_largest(options, model, device, way, speed, deadline, known[way], takes[way]))
 
 
 def _identity(options: OffloadOptions, model: DecoderStack, tokens: int, way: str, reason: str | None) -> Row:
@@ -336,53 +339,26 @@ def _kept_bytes(options: OffloadOptions, model: DecoderStack, device: torch.devi
                                  [*run.model.parameters(), *run.model.buffers(), *came_in])
 
 
-def _most_tokens(options: OffloadOptions, model: DecoderStack, device: torch.device, way: str, speed: CopySpeed,
-                 deadline: Deadline, known: int, on_host: float) -> tuple[int, str | None]:
-    """The most tokens, in steps of `options.largest`, that run, and what kept from trying more; None where more do not
-    run. known: tokens that run. on_host: bytes of pinned memory per token; a host that has no more ends the process, so
-    nothing is tried that would take more than `options.host_bytes`."""
-    stopped: str | None = None
-
-    def on_host_gib(steps: int) -> float:
-        return steps * options.largest * on_host / 2**30
-
-    def fits(steps: int) -> bool | None:
-        nonlocal stopped
-        tokens = steps * options.largest
-        if deadline.passed():
-            stopped = deadline.reason
-            return None
-        if on_host_gib(steps) > options.host_bytes / 2**30:
-            return False
-        found, reason = attempt_alone(partial(_runs, options, model, device, tokens, way, speed), Deadline(None))
+def _largest(options: OffloadOptions, model: DecoderStack, device: torch.device, way: str, speed: CopySpeed,
+             deadline: Deadline, known: int, takes: Memory) -> Row:
+    """The row of the most tokens that run. known: so many do; takes: by a token of theirs."""
+    def runs(tokens: int) -> bool:
+        found, reason = attempt_alone(partial(_run_once, options, model, device, tokens, way, speed), Deadline(None))
         free_unused(device)
         if found is None and not any(text in (reason or "") for text in OUT_OF_MEMORY):
             raise RuntimeError(f"at {tokens} tokens: {reason}")
         return found is not None
 
-    steps, _ = _search(fits, known // options.largest)
-    if stopped is None and on_host_gib(steps + 1) > options.host_bytes / 2**30:
-        stopped = (f"{(steps + 1) * options.largest} would take {on_host_gib(steps + 1):.0f} GiB of pinned host "
-                   f"memory, more than the {options.host_bytes / 2**30:.0f} GiB of --host-gib")
-    return options.largest * steps, stopped
+    there = Memory(free_bytes(device), options.host_bytes)
+    work = partial(most_tokens, runs, options.largest, deadline, known, takes, there)
+    most, reason = attempt_alone(work, deadline)
+    tokens, stopped = most or (known, None)
+    kind = "largest" if stopped is None else "at least"
+    return _identity(options, model, tokens, f"{way}, {kind}", reason) | {"figures": {}, "stopped": stopped}
 
 
-def _search(fits: Callable[[int], bool | None], good: int = 0) -> tuple[int, bool]:
-    """The largest number for which `fits`, 0 if it does not fit 1, and whether that is sure; what fits a number fits
-    all smaller ones. fits: None where there is no time to find out. good: a number that fits. Doubles first, then
-    halves what is between."""
-    bad = max(1, 2 * good)
-    while (found := fits(bad)):
-        good, bad = bad, 2 * bad
-    while found is not None and bad - good > 1:
-        middle = (good + bad) // 2
-        found = fits(middle)
-        good, bad = (middle, bad) if found else (good, middle)
-    return good, found is not None
-
-
-def _runs(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str, speed: CopySpeed
-          ) -> bool:
+def _run_once(options: OffloadOptions, model: DecoderStack, device: torch.device, tokens: int, way: str,
+              speed: CopySpeed) -> bool:
     policy, _ = _policy(options, model, device, tokens, way, speed)
     with _Run(replace(options, calls=1), model, device, tokens, policy) as run:
         run.prepare()

@@ -129,6 +129,11 @@ def held_bytes(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) - live + reserved
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of the device that nobody has; 0 on a CPU, where this is not known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
 def pinned_bytes(device: torch.device) -> int | None:
     """Bytes of pinned host memory that torch has now, as it rounds them and with what it keeps for later; None on a
     CPU."""
