@@ -93,7 +93,7 @@ def test_a_prediction_changes_no_gradient_no_pool_and_no_plan():
 
 
 def test_a_run_that_is_over_keeps_no_host_memory():
-    """Compiled code keeps modules, and so their engine, for as long as it is in torch's caches."""
+    """Whoever keeps its engine, as compiled code in torch's caches keeps modules."""
     model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
     zero_gradients([model])
     options = OffloadOptions(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1)

@@ -96,7 +96,7 @@ def test_who_is_under_way_when_a_capture_begins_keeps_its_host_memory():
     lanes = EmulatedLanes(late=("out", "back"))
     host, source = lanes.host(64), torch.arange(64, dtype=torch.uint8)
     lanes.out([source], host)
-    lanes.let_go()
+    lanes.memories.let_go()
     assert lanes.memories.arenas.nbytes() == 0
     other = lanes.host(64)
     lanes.wait(lanes.out([torch.zeros(64, dtype=torch.uint8)], other))

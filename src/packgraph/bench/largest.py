@@ -38,7 +38,7 @@ def most_tokens(runs: Callable[[int], bool], step: int, deadline: Deadline, know
             return None
         return on_host(steps) <= there.host and runs(steps * step)
 
-    steps, _ = search(fits, known // step, _guess(takes, there) // step)
+    steps = search(fits, known // step, _guess(takes, there) // step)
     if stopped is None and on_host(steps + 1) > there.host:
         stopped = (f"{(steps + 1) * step} would take {on_host(steps + 1) / 2**30:.0f} GiB of pinned host memory, more "
                    f"than the {there.host / 2**30:.0f} GiB of --host-gib")
@@ -53,12 +53,12 @@ def _guess(takes: Memory, there: Memory) -> int:
     return int(min(most, there.host / takes.host) if takes.host else most)
 
 
-def search(fits: Callable[[int], bool | None], good: int = 0, guess: int = 0) -> tuple[int, bool]:
-    """The largest number for which `fits`, 0 if it does not fit 1, and whether that is sure; what fits a number fits
-    all smaller ones.
+def search(fits: Callable[[int], bool | None], good: int = 0, guess: int = 0) -> int:
+    """The largest number for which `fits`, 0 if it does not fit 1; what fits a number fits all smaller ones.
 
-    fits: None where there is no time to find out. good: a number that fits. guess: what is tried first (at least one
-    more than `good`), then one more, then two more; without a guess twice what fits. Then what is between is halved.
+    fits: None where there is no time to find out, which ends the search with the largest that is known to fit. good: a
+    number that fits. guess: what is tried first (at least one more than `good`), then one more, then two more; without
+    a guess twice what fits. Then what is between is halved.
     """
     ahead, bad = 1, max(guess, good + 1) if guess else max(1, 2 * good)
     while (found := fits(bad)):
@@ -67,4 +67,4 @@ def search(fits: Callable[[int], bool | None], good: int = 0, guess: int = 0) ->
         middle = (good + bad) // 2
         found = fits(middle)
         good, bad = (middle, bad) if found else (good, middle)
-    return good, found is not None
+    return good

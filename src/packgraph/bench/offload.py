@@ -178,9 +178,6 @@ class _Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.engine is not None:  # which compiled code keeps alive, and with it the host memory of its last pass
-            self.engine.end_step()
-            self.engine.forget_replays()
         self.way.close()
         free_unused(self.device)
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from packgraph.graphs.guard import Journal
-from packgraph.graphs.lanes import Lanes
+from packgraph.graphs.lanes import HostMemories, Lanes
 from packgraph.plan.memory.bank import Lifetime
 
 Result = TypeVar("Result")
@@ -43,7 +43,10 @@ class Graph(Protocol):
 
 
 class Pool(Protocol):
-    """Memory that graphs share: the forwards of one slot, or the backwards of all slots."""
+    """Memory that graphs share: the forwards of one slot, or the backwards of all slots. host: that of their copies."""
+
+    @property
+    def host(self) -> HostMemories: ...
 
     def nbytes(self) -> int:
         """Bytes reserved for the pool."""
@@ -53,10 +56,7 @@ class Pool(Protocol):
 
 
 class Window(Protocol):
-    """The capture of one variant. lanes: of its copies between device and host."""
-
-    @property
-    def lanes(self) -> Lanes: ...
+    """The capture of one variant."""
 
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[Graph, Result]:
         """Capture `run`. brief: nothing it allocates is read after its replay and the copies made right behind it."""

@@ -83,13 +83,12 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True):
         watched = ObservedProgram(program, effects)
-        backend.lanes.let_go()
+        backend.lanes.memories.let_go()
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
             build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends, rehearsal.written)
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
-            window.lanes.let_go()  # nobody will replay it
         return variant
 
 

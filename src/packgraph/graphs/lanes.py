@@ -15,6 +15,7 @@ their graph has ended when the next one begins. Host memory that captured copies
 and the graphs keep it.
 """
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -67,12 +68,14 @@ class TimedCopy(NamedTuple):
 class Lanes(Protocol):
     """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager work. replayed: the
     numbers of those captures that have been replayed. timed: where a list, copies are timed into it (on a device).
-    trial: whether the window's graphs are thrown away, so that nobody will ask for times of their replays."""
+    trial: whether the window's graphs are thrown away, so that nobody will ask for times of their replays. memories:
+    what `host` is cut from."""
 
     scope: int
     replayed: set[int]
     timed: list[TimedCopy] | None
     trial: bool
+    memories: "HostMemories"
 
     def host(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes` that nobody else uses until `give_back`."""
@@ -107,11 +110,6 @@ class Lanes(Protocol):
 
     def elapsed_us(self, start: Any, end: Any) -> float:
         """Microseconds between two times; waits for the device."""
-
-    def let_go(self) -> None:
-        """Of eager work, when a capture is about to begin: host memory that is taken from now on is new, so that what
-        earlier passes had is the capture's, if it needs some. Who has some keeps it. Of a capture: nobody will replay
-        it."""
 
     def memory(self) -> DeviceMemory | None:
         """A look at the device's allocator, whose peak statistics begin anew by it; None where nobody counts."""
@@ -189,16 +187,21 @@ class Arenas:
 
 class HostMemories:
     """Host memory of a slot, or of eager work. Buffers are numbered in the order in which a variant takes them, so that
-    the variants of a slot, which exclude each other, share them."""
+    the variants of a slot, which exclude each other, share them. takers: of all variants, which may outlive the slot.
+    """
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
+        self.takers: weakref.WeakSet[FreeHost] = weakref.WeakSet()
         self.let_go()
 
     def let_go(self) -> None:
-        """Begin anew; memory that nobody has is free."""
+        """Begin anew: of a slot, when its graphs are gone; of eager work, when a capture is about to begin, which then
+        gets what earlier passes had. Who has host memory keeps it."""
         self.arenas = Arenas(self._make)
         self._buffers: list[torch.Tensor] = []
+        for taker in self.takers:
+            taker.forget()
 
     def number(self, number: int, nbytes: int) -> torch.Tensor:
         """Buffer `number`, with at least `nbytes`; a larger one takes the place of one that is too small."""
@@ -214,6 +217,11 @@ class FreeHost:
 
     def __init__(self, memories: HostMemories) -> None:
         self.memories = memories
+        self.forget()
+        memories.takers.add(self)
+
+    def forget(self) -> None:
+        """Take new host memory from now on."""
         self._free: list[HostMemory] = []
         self._taken = 0
 
@@ -230,8 +238,3 @@ class FreeHost:
     def give_back(self, host: HostMemory) -> None:
         """Let the next one have it."""
         self._free.append(host)
-
-    def let_go(self) -> None:
-        """See Lanes."""
-        self._free, self._taken = [], 0
-        self.memories.let_go()

@@ -143,12 +143,6 @@ class CudaLanes:
         end.synchronize()
         return 1000.0 * start.elapsed_time(end)
 
-    def let_go(self) -> None:
-        """See Lanes."""
-        if self.scope > 0:  # a replay may be copying yet, which torch does not know of
-            torch.cuda.synchronize(self.device)
-        self._free.let_go()
-
     def memory(self) -> DeviceMemory:
         """See Lanes."""
         # The plain dictionary: memory_allocated and max_memory_allocated flatten and sort it first, each for itself.

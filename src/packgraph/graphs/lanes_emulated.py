@@ -25,8 +25,9 @@ POISON = 0xFF
 
 
 def plain(nbytes: int) -> torch.Tensor:
-    """Host memory, uint8 [nbytes], full of NaN patterns."""
-    return torch.full((nbytes,), POISON, dtype=torch.uint8)
+    """Host memory, uint8 [nbytes], full of NaN patterns; no part of what is recorded meanwhile."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
 
 class Queues:
@@ -167,10 +168,6 @@ class EmulatedLanes:
     def elapsed_us(self, start: Any, end: Any) -> float:
         """See Lanes."""
         return 1e6 * (end[0] - start[0])
-
-    def let_go(self) -> None:
-        """See Lanes."""
-        self._free.let_go()
 
     def memory(self) -> DeviceMemory | None:
         """See Lanes."""

@@ -334,7 +334,7 @@ class RecorderWindow:
         self._places = places
         for graph in self._graphs:
             graph.bind(self)
-        self._graphs, self._external, self._transfers = [], {}, []
+        self._graphs, self._nodes, self._external, self._transfers = [], [], {}, []
 
 
 @contextlib.contextmanager

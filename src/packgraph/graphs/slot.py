@@ -78,13 +78,14 @@ class Slot:
         return len(others)
 
     def clear(self) -> int:
-        """Free all variants, buffers and the pool; how many variants were dropped."""
+        """Free all variants, buffers and the pool, with its host memory; how many variants were dropped."""
         dropped = len(self.variants)
         for variant in self.variants.values():
             variant.reset()
         self.variants.clear()
         self._buffers.clear()
         self.outgrown = False
+        self.pool.host.let_go()
         self.pool = self.backend.new_pool()
         return dropped
 

@@ -147,7 +147,7 @@ class GraphedStep:
                 read = self._rehearse(shown, journal)
             stack.enter_context(compiled_code(self.compiled, fixed=True))
             for lanes in self._eager_lanes:
-                lanes.let_go()
+                lanes.memories.let_go()
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
                 graph, result = window.capture(lambda: self.run(*shown).detach())
                 static = window.static(result)
