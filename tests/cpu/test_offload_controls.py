@@ -1,12 +1,11 @@
 """What the lanes promise, and that the emulated ones notice when somebody does not keep to it."""
-import itertools
 from collections import deque
 
 import pytest
 import torch
 from offloadkit import DENSE, batches, config, engine_of, same, train
 
-from packgraph.graphs.lanes import Arenas, HostMemory, aligned
+from packgraph.graphs.lanes import HostMemory, aligned
 from packgraph.graphs.lanes_emulated import EmulatedLanes, Queues, RecordedLanes, plain
 from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
@@ -61,7 +60,7 @@ def test_memory_that_was_given_back_too_early_is_copied_as_nan():
     copy.held = []
     del source
     lanes.wait(copy)
-    assert all(value != value for value in read(host.memory[:24]))
+    assert all(value != value for value in read(host.spans[0][:24]))
 
 
 def test_postponed_copies_copy_what_was_there_when_they_were_asked_for_at_the_next_launch():
@@ -71,25 +70,6 @@ def test_postponed_copies_copy_what_was_there_when_they_were_asked_for_at_the_ne
     lanes.launched()
     lanes.launched()
     assert list(queued) == [1]
-
-
-def test_arenas_double_and_hand_out_nothing_twice():
-    arenas = Arenas(plain)
-    taken = [arenas.take(400_000) for _ in range(12)]
-    starts = sorted((memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in taken)
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(starts))
-    assert [piece.numel() >> 20 for piece in arenas.pieces] == [1, 2, 4]
-    assert arenas.take(3 << 30 >> 8).numel() == 3 << 22
-    assert arenas.pieces[-1].numel() == 16 << 20  # what torch pins anyway
-
-
-def test_arenas_fill_what_larger_pieces_have_left():
-    arenas = Arenas(plain)
-    large = [arenas.take(5 << 20) for _ in range(2)]
-    small = [arenas.take(3 << 20) for _ in range(3)]
-    assert [piece.numel() >> 20 for piece in arenas.pieces] == [8, 16]
-    assert small[0].data_ptr() == large[0].data_ptr() + (5 << 20)
-    assert small[2].data_ptr() == small[1].data_ptr() + (3 << 20)
 
 
 def test_who_is_under_way_when_a_capture_begins_keeps_its_host_memory():
@@ -150,7 +130,7 @@ def end_captures_without_joining(patch):
 
 
 def never_take_other_host_memory(patch):
-    one = HostMemory(plain(1 << 20))
+    one = HostMemory((plain(1 << 20),))
     patch.setattr(EmulatedLanes, "host", lambda self, nbytes: one)
 
 

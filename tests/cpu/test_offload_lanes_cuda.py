@@ -92,7 +92,7 @@ def numbers():
 
 def test_every_copy_waits_for_main_and_for_the_last_copy_of_its_host_memory(made):
     device, lanes = made
-    host = lanes.host(512)
+    host = lanes.host(1024)
     device.launch()
     out = lanes.out([numbers(), numbers()], host)
     assert device.seen("out", "main") == 1 and device.begun["out"] == 2
@@ -100,7 +100,7 @@ def test_every_copy_waits_for_main_and_for_the_last_copy_of_its_host_memory(made
     back = lanes.back(host, [numbers(), numbers()])
     assert device.seen("back", "out") == 2 and device.seen("back", "main") == 2
     lanes.give_back(host)
-    again = lanes.host(512)
+    again = lanes.host(1024)
     assert again is host
     lanes.out([numbers()], again)
     assert device.seen("out", "back") == 2

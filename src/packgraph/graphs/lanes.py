@@ -41,10 +41,16 @@ class Copy:
 
 @dataclass(eq=False)
 class HostMemory:
-    """Host memory of one group of tensors, uint8 [nbytes], pinned beside CUDA. last: the last copy from or to it."""
+    """Host memory of one group of tensors, pinned beside CUDA. spans: uint8 [n] each, one behind the other. last: the
+    last copy from or to it."""
 
-    memory: torch.Tensor
+    spans: tuple[torch.Tensor, ...]
     last: Copy | None = field(default=None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all spans."""
+        return sum(span.numel() for span in self.spans)
 
 
 class DeviceMemory(NamedTuple):
@@ -133,17 +139,26 @@ def capturing_lanes(lanes: Lanes) -> Iterator[None]:
         _CAPTURED.reset(token)
 
 
-def parts(host: HostMemory, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The places of `tensors` (uint8 [n]) in host memory, one behind the other."""
-    found, start = [], 0
+def placed(host: HostMemory, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`tensors` (uint8 [n] each), cut where a span ends, and the places of what that makes of them in host memory."""
+    pieces, places = list[torch.Tensor](), list[torch.Tensor]()
+    number = used = 0  # the span, and bytes of it
     for tensor in tensors:
-        found.append(_cut(host.memory, start, tensor.numel()))
-        start += aligned(tensor.numel())
-    return found
+        start, count = 0, tensor.numel()
+        while start < count:
+            span = host.spans[number]
+            taken = min(count - start, span.numel() - used)
+            pieces.append(tensor if taken == count else _cut(tensor, start, taken))
+            places.append(_cut(span, used, taken))
+            start, used = start + taken, used + aligned(taken)
+            if used == span.numel():
+                number, used = number + 1, 0
+    return pieces, places
 
 
 def _cut(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """A part of host memory. Nobody sees it cut: who watches what captured code reads would keep it for the graphs."""
+    """A part of `memory`. Nobody sees it cut: who watches what captured code reads would keep host memory for the
+    graphs."""
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         return memory[start : start + nbytes]
 
@@ -154,26 +169,30 @@ def aligned(nbytes: int) -> int:
 
 
 class Arenas:
-    """Host memory cut from large pieces, which double in size: pinned memory is slow to make, and torch rounds it to
-    powers of two (unless told otherwise), so what one piece has left goes to whoever fits. make: a piece of that many
-    bytes."""
+    """Host memory cut from large pieces, which double in size up to a limit: pinned memory is slow to make, and torch
+    rounds it to powers of two. Who takes more than a piece has left gets the rest from the next, so that no more than
+    a part of the last one is unused, however large groups are. make: a piece of that many bytes."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
         self.pieces: list[torch.Tensor] = []
-        self._used: list[int] = []  # bytes of each piece
+        self._left = 0  # bytes of the last piece
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] that nobody else has, of the oldest piece that has so much left."""
-        place = next((place for place, (piece, used) in enumerate(zip(self.pieces, self._used))
-                      if used + nbytes <= piece.numel()), len(self.pieces))
-        if place == len(self.pieces):
-            size = max((2 * piece.numel() for piece in self.pieces), default=SMALLEST_ARENA)
-            self.pieces.append(self._make(max(min(size, LARGEST_ARENA), 1 << (nbytes - 1).bit_length())))
-            self._used.append(0)
-        start = self._used[place]
-        self._used[place] += aligned(nbytes)
-        return _cut(self.pieces[place], start, nbytes)
+    def take(self, nbytes: int) -> tuple[torch.Tensor, ...]:
+        """uint8 spans that nobody else has, `nbytes` together, which are aligned."""
+        spans = list[torch.Tensor]()
+        while nbytes > 0:
+            if not self._left:
+                self._add(nbytes)
+            piece, taken = self.pieces[-1], min(nbytes, self._left)
+            spans.append(_cut(piece, piece.numel() - self._left, taken))
+            self._left, nbytes = self._left - taken, nbytes - taken
+        return tuple(spans)
+
+    def _add(self, wanted: int) -> None:
+        size = max(2 * self.pieces[-1].numel() if self.pieces else SMALLEST_ARENA, 1 << (wanted - 1).bit_length())
+        self.pieces.append(self._make(min(size, LARGEST_ARENA)))
+        self._left = self.pieces[-1].numel()
 
     def nbytes(self) -> int:
         """Bytes of all pieces."""
@@ -199,16 +218,17 @@ class HostMemories:
         """Begin anew: of a slot, when its graphs are gone; of eager work, when a capture is about to begin, which then
         gets what earlier passes had. Who has host memory keeps it."""
         self.arenas = Arenas(self._make)
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[tuple[torch.Tensor, ...]] = []
         for taker in self.takers:
             taker.forget()
 
-    def number(self, number: int, nbytes: int) -> torch.Tensor:
-        """Buffer `number`, with at least `nbytes`; a larger one takes the place of one that is too small."""
+    def number(self, number: int, nbytes: int) -> tuple[torch.Tensor, ...]:
+        """The spans of buffer `number`, which grows to `nbytes` at least."""
         while len(self._buffers) <= number:
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if self._buffers[number].numel() < nbytes:
-            self._buffers[number] = self.arenas.take(aligned(nbytes))
+            self._buffers.append(())
+        missing = aligned(nbytes) - sum(span.numel() for span in self._buffers[number])
+        if missing > 0:
+            self._buffers[number] += self.arenas.take(missing)
         return self._buffers[number]
 
 
@@ -227,9 +247,9 @@ class FreeHost:
 
     def take(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes`."""
-        fitting = [host for host in self._free if host.memory.numel() >= nbytes]
+        fitting = [host for host in self._free if host.nbytes >= nbytes]
         if fitting:
-            found = min(fitting, key=lambda host: host.memory.numel())
+            found = min(fitting, key=lambda host: host.nbytes)
             self._free = [host for host in self._free if host is not found]
             return found
         self._taken += 1

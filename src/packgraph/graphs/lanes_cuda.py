@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, parts
+from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, placed
 from packgraph.graphs.peak_memory import look
 
 
@@ -79,11 +79,13 @@ class CudaLanes:
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
         """See Lanes."""
-        return self._queue("out", parts(host, sources), list(sources), host, since, list(sources))
+        pieces, places = placed(host, sources)
+        return self._queue("out", places, pieces, host, since, list(sources))
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
         """See Lanes."""
-        return self._queue("back", list(targets), parts(host, targets), host, None, [])
+        pieces, places = placed(host, targets)
+        return self._queue("back", pieces, places, host, None, [])
 
     def _queue(self, lane: str, targets: list[torch.Tensor], sources: list[torch.Tensor], host: HostMemory, since: Any,
                held: list[torch.Tensor]) -> Copy:

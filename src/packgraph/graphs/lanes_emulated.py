@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, parts
+from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, placed
 
 POISON = 0xFF
 
@@ -124,13 +124,15 @@ class EmulatedLanes:
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
         """See Lanes."""
-        weak, places = [_Weak(source) for source in sources], parts(host, sources)
+        pieces, places = placed(host, sources)
+        weak = [_Weak(piece) for piece in pieces]
         return self._queue("out", host, list(sources), lambda: copy_out([w.tensor() for w in weak], places))
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
         """See Lanes."""
         _unseen(lambda: [target.fill_(POISON) for target in targets])()
-        weak, places = [_Weak(target) for target in targets], parts(host, targets)
+        pieces, places = placed(host, targets)
+        weak = [_Weak(piece) for piece in pieces]
         return self._queue("back", host, [], lambda: copy_back([w.tensor() for w in weak], places))
 
     def _queue(self, lane: str, host: HostMemory, held: list[torch.Tensor], run: Callable[[], None]) -> Copy:
@@ -203,14 +205,14 @@ class RecordedLanes(EmulatedLanes):
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
         """See Lanes."""
-        before, copy, places = host.last, super().out(sources, host), parts(host, sources)
-        self._note(copy, before, sources, lambda given: copy_out(given, places))
+        before, copy, (pieces, places) = host.last, super().out(sources, host), placed(host, sources)
+        self._note(copy, before, pieces, lambda given: copy_out(given, places))
         return copy
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
         """See Lanes."""
-        before, copy, places = host.last, super().back(host, targets), parts(host, targets)
-        self._note(copy, before, targets, lambda given: copy_back(given, places))
+        before, copy, (pieces, places) = host.last, super().back(host, targets), placed(host, targets)
+        self._note(copy, before, pieces, lambda given: copy_back(given, places))
         return copy
 
     def _note(self, copy: Copy, before: Copy | None, tensors: Sequence[torch.Tensor],

@@ -1,0 +1,70 @@
+"""Host memory of offloaded groups: pieces that double, and groups that lie in several of them."""
+import contextlib
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offloadkit import DENSE, config, same, train
+
+import packgraph.graphs.lanes
+from packgraph.graphs.lanes import Arenas, HostMemories, HostMemory, aligned, placed
+from packgraph.graphs.lanes_emulated import copy_back, copy_out, plain
+
+
+@contextlib.contextmanager
+def small_pieces(smallest, largest):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packgraph.graphs.lanes, "SMALLEST_ARENA", smallest)
+        patch.setattr(packgraph.graphs.lanes, "LARGEST_ARENA", largest)
+        yield
+
+
+def test_arenas_double_and_hand_out_nothing_twice():
+    arenas = Arenas(plain)
+    spans = [span for _ in range(12) for span in arenas.take(aligned(400_000))]
+    starts = sorted((span.data_ptr(), span.data_ptr() + span.numel()) for span in spans)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(starts))
+    assert [piece.numel() >> 20 for piece in arenas.pieces] == [1, 2, 4]
+    assert sum(span.numel() for span in arenas.take(3 << 22)) == 3 << 22
+    assert arenas.pieces[-1].numel() == 16 << 20  # what torch pins anyway
+
+
+@given(st.lists(st.integers(1, 12_000), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_only_a_part_of_the_last_piece_is_unused(sizes):
+    with small_pieces(512, 4096):
+        arenas = Arenas(plain)
+        for size in sizes:
+            assert sum(span.numel() for span in arenas.take(aligned(size))) == aligned(size)
+    assert max(piece.numel() for piece in arenas.pieces) <= 4096
+    assert arenas.nbytes() - sum(map(aligned, sizes)) < arenas.pieces[-1].numel()
+
+
+@given(st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=4), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_what_is_larger_than_a_piece_comes_back_whole(groups):
+    """Buffers of several groups, one of which grows between two rounds."""
+    with small_pieces(512, 2048):
+        memories = HostMemories(plain)
+        for more in (0, 1000):
+            hosts, given = [], []
+            for number, counts in enumerate(groups):
+                tensors = [torch.randint(0, 256, (count + more,), dtype=torch.uint8) for count in counts]
+                hosts.append(HostMemory(memories.number(number, sum(aligned(t.numel()) for t in tensors))))
+                copy_out(*placed(hosts[-1], tensors))
+                given.append(tensors)
+            for host, tensors in zip(hosts, given, strict=True):
+                found = [torch.empty_like(tensor) for tensor in tensors]
+                copy_back(*placed(host, found))
+                assert all(map(torch.equal, found, tensors))
+
+
+@pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+def test_groups_that_lie_in_several_pieces_change_no_bit(granularity):
+    kept = train(config())[0]
+    with small_pieces(512, 1024):
+        found, engine, _ = train(config(), DENSE, granularity=granularity, late=("out", "back"))
+    assert max(group.bytes for group in engine.trace.groups) > 2048
+    assert same(found, kept)
