@@ -141,9 +141,8 @@ def _offload_options(offload: argparse.ArgumentParser) -> None:
     offload.add_argument("--largest", type=int, default=0, metavar="T",
                          help="look for the most tokens that run, in steps of T (default: 0, do not)")
     offload.add_argument("--host-gib", type=float, metavar="N",
-                         help="pinned memory that this search may take, by what the measured rows took per token; "
-                              "others may take up to twice that, since it is pinned in powers of two (default: half of "
-                              "what is free)")
+                         help="pinned memory that this search may take, by what the measured rows took per token in "
+                              "their first passes, which move all that may move (default: half of what is free)")
     offload.add_argument("--draw", type=Path, metavar="FOLDER", help="write pictures of the plans there")
     offload.add_argument("--compile", action="store_true", help="graphs of compiled code")
 

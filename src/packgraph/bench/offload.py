@@ -6,8 +6,10 @@
                microbatches, then by what the graphs of that plan took, which is the plan that is measured
 
 Each way runs by itself: forward and backward of one microbatch at a time, by one graph each. Bytes are those of the
-graphs' pool and of everything held at the peak, parameters and gradients left out. `kept for backward` is what an eager
-forward has saved and is alive when it ends, the most that could move; pools hold temporaries of the backward, too.
+graphs' pool and of everything held at the peak, parameters and gradients left out; pinned bytes of the host are those
+of the graphs (pinned_bytes) and the most (pinned_peak_bytes): before there is a plan all that may move does. `kept for
+backward` is what an eager forward has saved and is alive when it ends, the most that could move; pools hold temporaries
+of the backward, too.
 
 What a plan is to save is told twice. `plan: saved` (planned_saved_bytes) is by how much *live* bytes fall at the most.
 `plan: fell` (predicted_fell_bytes) is by how much the *pool* is to fall, which holds what lives and has other holes in
@@ -42,6 +44,7 @@ from packgraph.bench.timing import (
     held_bytes,
     peak_bytes,
     pinned_bytes,
+    pinned_peak_bytes,
     time_block,
 )
 from packgraph.bench.ways import Graphed, room_for_code
@@ -122,7 +125,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
             kept = found if way == "kept" else kept
             if found is not None and tokens > known[way]:
                 known[way] = tokens
-                takes[way] = Memory((found["peak_bytes"] or 0) / tokens, (found["pinned_bytes"] or 0) / tokens)
+                takes[way] = Memory((found["peak_bytes"] or 0) / tokens, (found["pinned_peak_bytes"] or 0) / tokens)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
     for way in ways:
         if options.largest and way != "planned":
@@ -218,6 +221,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
     policy, traced = _policy(options, model, device, tokens, way, speed)
     known = {} if way != "kept" else {"kept_for_backward_bytes": _kept_bytes(options, model, device, tokens)}
     free_unused(device)
+    pinned_peak_bytes(device)
     before = held_bytes(device)
     with _Run(options, model, device, tokens, policy, traced.followed if traced is not None else None) as run:
         predicted = run.prepare_foretold()
@@ -229,6 +233,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
             _draw(options, f"{options.model}-{tokens}-{way}", traced or _Traced(run.engine.trace, speed), plan)
         row: Row = known | {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
                     "predicted_pool_bytes": predicted, "pinned_bytes": pinned_bytes(device),
+                    "pinned_peak_bytes": pinned_peak_bytes(device),
                     "peak_bytes": None if peak is None or before is None else peak - before}
         spent = copy_times(device, run.calls) if plan is not None and plan.moved_bytes else None
         if traced is not None and traced.trace is not None:

@@ -140,6 +140,15 @@ def pinned_bytes(device: torch.device) -> int | None:
     return torch.cuda.host_memory_stats()["allocated_bytes.current"] if device.type == "cuda" else None
 
 
+def pinned_peak_bytes(device: torch.device) -> int | None:
+    """The most of `pinned_bytes` since the last look; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    peak: int = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
+    torch.cuda.reset_peak_host_memory_stats()
+    return peak
+
+
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
     """The most bytes held (see `held_bytes`) while `run` runs; None on a CPU."""
     if device.type != "cuda":

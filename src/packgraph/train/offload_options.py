@@ -7,7 +7,8 @@ from packgraph.plan.offload.knobs import OffloadKnobs
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Which activations wait in pinned host memory between forward and backward, to fit longer rows.
+    """Which activations wait in pinned host memory between forward and backward, to fit longer rows. Until there is a
+    plan all that may move does, so the host needs room for what `modules` save.
 
     modules: what may move, of attn_norm, qkv_linear, core_attn, attn_proj, mamba_norm, mamba_scan, mlp_norm, mlp_act,
         expert_fc1 and moe_act; none = nothing. With graph.compile any of them means all that a layer saves.
