@@ -16,8 +16,9 @@ from packgraph.bench.models import dtype_on, shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _trace
 from packgraph.bench.parts import build_part
 from packgraph.bench.rows import facts
-from packgraph.bench.timing import free_unused, time_block
+from packgraph.bench.timing import time_block
 from packgraph.bench.ways import room_for_code
+from packgraph.graphs.unused import free_unused
 from packgraph.offload.speed import copy_speed
 from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.plan.offload.search import plan_for_time

@@ -54,3 +54,9 @@ def test_a_search_stops_before_the_host_has_no_memory_left():
 def test_a_search_without_time_tells_what_was_known():
     most, why, asked = trials(10**6, Memory(), LOTS, deadline=Deadline(-1.0))
     assert (most, asked) == (32, []) and why.startswith("not measured")
+
+
+def test_below_a_guess_that_does_not_fit_the_next_ones_are_tried():
+    asked = []
+    assert search(lambda number: asked.append(number) or number <= 12, 1, 14) == 12
+    assert asked == [14, 13, 11, 12]

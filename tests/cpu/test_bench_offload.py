@@ -1,18 +1,25 @@
 """`packgraph bench offload`: a row for each way, plans that are followed, and the search for what fits."""
 import gc
+import itertools
 import json
 import weakref
+from functools import partial
 from unittest import mock
 
+import pytest
 import torch
 
 from packgraph.bench.command import bench
+from packgraph.bench.contest import attempt_alone
 from packgraph.bench.copies import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.models import shape, zero_gradients
-from packgraph.bench.offload import OffloadOptions, _Run
+from packgraph.bench.offload import OffloadOptions, _Run, _run_once
 from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.guard import capturing
+from packgraph.graphs.unused import free_unused
+from packgraph.offload.group import Group
 from packgraph.plan.offload.knobs import plan_by_knobs
 from packgraph.plan.offload.plan import CopySpeed
 
@@ -108,6 +115,28 @@ def test_a_run_that_is_over_keeps_no_host_memory():
     del run
     gc.collect()
     assert pieces and engine.plan is not None and all(of() is None for of in pieces)
+
+
+@pytest.mark.parametrize("at", [5, 40, 70])
+def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypatch):
+    """Of a reload in an eager pass, and of one in a capture, which ends with an error that explains the first."""
+    start, count, pieces = Group.start_reload, itertools.count(), []
+
+    def start_reload(group):
+        if next(count) == at:
+            pieces.extend(weakref.ref(piece.untyped_storage()) for piece in group.lanes.memories.arenas.pieces)
+            pieces.append(capturing())
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        start(group)
+
+    monkeypatch.setattr(Group, "start_reload", start_reload)
+    model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
+    zero_gradients([model])
+    options = OffloadOptions(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1)
+    _, reason = attempt_alone(partial(_run_once, options, model, CPU, 64, "everything", CopySpeed()), Deadline(None))
+    assert "CUDA out of memory" in reason and pieces.pop() == (at == 70)
+    free_unused(CPU)
+    assert pieces and all(of() is None for of in pieces)
 
 
 def test_a_search_that_runs_out_of_time_says_at_least(capsys):

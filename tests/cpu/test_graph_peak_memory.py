@@ -39,3 +39,18 @@ def test_devices_have_their_own(peaks, monkeypatch):
     peaks.update(allocated=5)
     peak_memory.look(torch.device("cuda"))
     assert [peak_memory.most_allocated(torch.device("cuda", number)) for number in (0, 1)] == [1, 5]
+
+
+def test_a_stretch_knows_its_most_whoever_looks_meanwhile(peaks):
+    peaks.update(allocated=9)
+    outer = peak_memory.Stretch(DEVICE)
+    peaks.update(allocated=5)
+    inner = peak_memory.Stretch(DEVICE)
+    peaks.update(allocated=4)
+    peak_memory.look(DEVICE)
+    peaks.update(allocated=3)
+    other = peak_memory.Stretch(torch.device("cuda", 1))
+    assert [stretch.most_allocated() for stretch in (outer, inner)] == [5, 4]
+    assert other.ended == 0, "another device's"
+    peaks.update(allocated=7)
+    assert [stretch.most_allocated() for stretch in (outer, inner)] == [7, 7]

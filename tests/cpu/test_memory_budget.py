@@ -1,6 +1,8 @@
 """A run knows what its graphs will take, and leaves out what a budget does not allow."""
 import dataclasses
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,28 @@ def test_graphs_without_room_are_over_any_budget(monkeypatch):
     assert any("is dropped: there is no room for its graphs, graph.memory_budget is" in note for note in plan.notes)
     unlimited = plan_memory([graphed_model()], arguments, [1], CAPACITIES)
     assert not unlimited.dropped and not unlimited.banks and "not predicted" in unlimited.notes[0]
+
+
+def test_a_trial_without_room_keeps_nothing_from_the_next_one(monkeypatch):
+    held = []
+
+    class Saved:
+        def __init__(self) -> None:
+            self.itself = self
+
+    def no_room(graphed: Any, args: tuple[Any, ...]) -> Any:
+        assert all(of() is None for of in held)
+        saved = Saved()
+        held.append(weakref.ref(saved))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory_budget, "trace_memory", no_room)
+    gc.disable()
+    try:
+        plan_memory([graphed_model()], arguments, [1], CAPACITIES, budget=2**40)
+    finally:
+        gc.enable()
+    assert len(held) == len(CAPACITIES) > 1
 
 
 def test_arguments_without_room_are_voted_on_too():

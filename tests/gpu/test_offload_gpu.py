@@ -7,10 +7,11 @@ import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, engine_of, foretold_and_taken, same, train, warmed
 from trainkit import RandomPacks, state_of, tiny, trainer
 
-from packgraph.bench.timing import free_unused, pinned_bytes
+from packgraph.bench.timing import pinned_bytes
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.lanes_cuda import CudaLanes
 from packgraph.graphs.memory_trace import trace_memory
+from packgraph.graphs.unused import free_unused
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig

@@ -27,13 +27,13 @@ from packgraph.bench.models import FreshModel, dtype_on, shape
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import (
     Deadline,
-    free_unused,
     held_bytes,
     peak_bytes,
     rounds_in_turn,
     start_anew,
     synchronize,
 )
+from packgraph.graphs.unused import free_unused
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context import context_problems, spread_context

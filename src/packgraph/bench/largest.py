@@ -57,14 +57,19 @@ def search(fits: Callable[[int], bool | None], good: int = 0, guess: int = 0) ->
     """The largest number for which `fits`, 0 if it does not fit 1; what fits a number fits all smaller ones.
 
     fits: None where there is no time to find out, which ends the search with the largest that is known to fit. good: a
-    number that fits. guess: what is tried first (at least one more than `good`), then one more, then two more; without
-    a guess twice what fits. Then what is between is halved.
+    number that fits. guess: what is tried first (at least one more than `good`); what follows is one more or less, then
+    two, four and so on, up to where it does not fit or down to where it does. Without a guess twice what fits is tried.
+    Then what is between is halved.
     """
     ahead, bad = 1, max(guess, good + 1) if guess else max(1, 2 * good)
     while (found := fits(bad)):
         good, bad, ahead = bad, bad + ahead if guess else 2 * bad, 2 * ahead
+    less = 1 if guess and ahead == 1 else bad - good  # below a guess that did not fit
     while found is not None and bad - good > 1:
-        middle = (good + bad) // 2
-        found = fits(middle)
-        good, bad = (middle, bad) if found else (good, middle)
+        tried = bad - less if less < bad - good else (good + bad) // 2
+        found = fits(tried)
+        if found:
+            good, less = tried, bad - good
+        elif found is not None:
+            bad, less = tried, 2 * less
     return good

@@ -40,16 +40,17 @@ from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, 
 from packgraph.bench.timing import (
     Deadline,
     free_bytes,
-    free_unused,
     held_bytes,
     peak_bytes,
     pinned_bytes,
     pinned_peak_bytes,
     time_block,
+    with_most_bytes,
 )
 from packgraph.bench.ways import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
+from packgraph.graphs.unused import free_unused
 from packgraph.models.stack import DecoderStack
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import PARTS, Offload, Policy
@@ -125,7 +126,8 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
             kept = found if way == "kept" else kept
             if found is not None and tokens > known[way]:
                 known[way] = tokens
-                takes[way] = Memory((found["peak_bytes"] or 0) / tokens, (found["pinned_peak_bytes"] or 0) / tokens)
+                most = max(found["peak_bytes"] or 0, found["prepare_peak_bytes"] or 0)
+                takes[way] = Memory(most / tokens, (found["pinned_peak_bytes"] or 0) / tokens)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
     for way in ways:
         if options.largest and way != "planned":
@@ -224,7 +226,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
     pinned_peak_bytes(device)
     before = held_bytes(device)
     with _Run(options, model, device, tokens, policy, traced.followed if traced is not None else None) as run:
-        predicted = run.prepare_foretold()
+        predicted, preparing = with_most_bytes(device, run.prepare_foretold)
         free_unused(device)
         peak = peak_bytes(device, run.calls)
         laps = [time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(options.rounds)]
@@ -234,7 +236,7 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
         row: Row = known | {"figures": {"ms": figures(laps)}, "pool_bytes": run.way.facts()["pool_bytes"],
                     "predicted_pool_bytes": predicted, "pinned_bytes": pinned_bytes(device),
                     "pinned_peak_bytes": pinned_peak_bytes(device),
-                    "peak_bytes": None if peak is None or before is None else peak - before}
+                    "prepare_peak_bytes": _above(preparing, before), "peak_bytes": _above(peak, before)}
         spent = copy_times(device, run.calls) if plan is not None and plan.moved_bytes else None
         if traced is not None and traced.trace is not None:
             row |= {"forward_room_bytes": traced.trace.forward_room,
@@ -243,6 +245,10 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
                     "planned_out_gb_s": round(traced.speed.to_host_bytes_per_us / 1000, 2),
                     "planned_back_gb_s": round(traced.speed.to_device_bytes_per_us / 1000, 2)}
         return row | _of_plan(options, plan, spent, speed)
+
+
+def _above(peak: int | None, before: int | None) -> int | None:
+    return None if peak is None or before is None else peak - before
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from packgraph.bench.pipeline_way import PIPELINE_WAYS, PipelineWay
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import (
     Deadline,
-    free_unused,
     held_bytes,
     peak_bytes,
     rounds_in_turn,
     start_anew,
     synchronize,
 )
+from packgraph.graphs.unused import free_unused
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

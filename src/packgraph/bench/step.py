@@ -26,7 +26,6 @@ from packgraph.bench.parts import Work, build_part
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
 from packgraph.bench.timing import (
     Deadline,
-    free_unused,
     held_bytes,
     peak_bytes,
     rounds_in_turn,
@@ -35,6 +34,7 @@ from packgraph.bench.timing import (
     time_calls,
 )
 from packgraph.bench.ways import Setting, Way, room_for_code
+from packgraph.graphs.unused import free_unused
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 

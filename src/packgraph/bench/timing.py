@@ -3,14 +3,16 @@
 On CUDA the host runs ahead of the device, so time is taken between events on the stream, after everything before has
 ended. Memory counts what a graph's private pool reserves in full, whether a tensor lives there at the moment or not.
 """
-import gc
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
-from packgraph.graphs.peak_memory import look
+from packgraph.graphs.peak_memory import Stretch
+from packgraph.graphs.unused import free_unused
 
+Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)
 
 
@@ -91,15 +93,6 @@ def time_block(device: torch.device, run: Callable[[], object], lead: Callable[[
     return laps[0], host
 
 
-def free_unused(device: torch.device) -> None:
-    """Let go of garbage and of the allocators' cached blocks, pinned ones of the host, too."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
-
-
 def start_anew(device: torch.device) -> None:
     """Forget compiled code, and let go of all that graphs had, which are gone.
 
@@ -155,11 +148,18 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
         run()
         return None
     torch.cuda.synchronize(device)
-    look(device)
+    stretch = Stretch(device)
     run()
     torch.cuda.synchronize(device)
     reserved, live = _private(device)
-    return torch.cuda.max_memory_allocated(device) - live + reserved
+    return stretch.most_allocated() - live + reserved
+
+
+def with_most_bytes(device: torch.device, run: Callable[[], Result]) -> tuple[Result, int | None]:
+    """What `run` returns, and the most bytes of tensors while it runs, which may make pools; None on a CPU."""
+    stretch = Stretch(device) if device.type == "cuda" else None
+    result = run()
+    return result, None if stretch is None else stretch.most_allocated()
 
 
 def rounds_in_turn(runs: Mapping[str, Callable[[int], None]], rounds: int, stop: Callable[[], bool]) -> None:

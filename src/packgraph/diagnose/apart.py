@@ -9,7 +9,6 @@ run begins with the same seeds and keeps its random states to itself anyway, and
 made again by the run that lacks it.
 """
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from packgraph.diagnose.moments import Moment, Step, moments, some_in_flight, st
 from packgraph.diagnose.pace import SILENT, Pace
 from packgraph.diagnose.side import Side
 from packgraph.diagnose.verify import VerifyReport, with_graphs, without_graphs
+from packgraph.graphs.unused import free_unused
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
@@ -80,12 +80,5 @@ class Apart:
 
     def _run(self, config: TrainConfig) -> contextlib.closing[Side]:
         """A run, where nothing is left of the one before."""
-        _free(self.device)
+        free_unused(self.device)
         return contextlib.closing(Side(config, self.device, self.mesh))
-
-
-def _free(device: torch.device) -> None:
-    """Give back the memory of what nothing refers to any more, also of what refers to itself."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -1,8 +1,10 @@
 """The most that torch's allocator for CUDA has held, over all starts of its statistics.
 
 Who asks for the peak of one module or one stretch starts the statistics again, and what came before would be
-forgotten: `torch.cuda.max_memory_allocated` is of the time since then. So whoever does that does it by `look`.
+forgotten: `torch.cuda.max_memory_allocated` is of the time since then. So whoever does that does it by `look`, and who
+wants the peak of a stretch in which others may look asks a `Stretch`.
 """
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -11,12 +13,35 @@ import torch
 _MOST: Counter[tuple[int, str]] = Counter()  # by device and kind
 
 
+class Stretch:
+    """The time since this was made, on `device`."""
+
+    _all: "weakref.WeakSet[Stretch]" = weakref.WeakSet()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.ended = device, 0  # the peak up to the last look
+        look(device)
+        self._all.add(self)
+
+    def most_allocated(self) -> int:
+        """Bytes of tensors at the most."""
+        return max(self.ended, torch.cuda.max_memory_allocated(self.device))
+
+    @classmethod
+    def looked(cls, device: torch.device, peak: int) -> None:
+        """Peaks of `device` begin anew; `peak`: bytes of tensors at the most since they did last."""
+        for stretch in cls._all:
+            if _number(stretch.device) == _number(device):
+                stretch.ended = max(stretch.ended, peak)
+
+
 def look(device: torch.device) -> dict[str, Any]:
     """The allocator's statistics, nested (torch.cuda.memory_stats); its peaks begin anew."""
     found = torch.cuda.memory.memory_stats_as_nested_dict(device)
     for kind in ("allocated_bytes", "reserved_bytes"):
         place = _number(device), kind
         _MOST[place] = max(_MOST[place], found[kind]["all"]["peak"])
+    Stretch.looked(device, found["allocated_bytes"]["all"]["peak"])
     torch.cuda.reset_peak_memory_stats(device)
     return found
 

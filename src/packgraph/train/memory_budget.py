@@ -22,6 +22,7 @@ from packgraph.graphs.forget import forget_code
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
+from packgraph.graphs.unused import free_unused
 from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory.bank import BankMemory
@@ -140,6 +141,7 @@ def _predicted(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Seq
             error = None  # its traceback holds this frame, and what was to be captured
             for traced in chunks:
                 forget_code(traced)
+            free_unused(next(chunk.parameters()).device)  # the next trial may need it, and no allocator looks for it
             return (), told
     return tuple(banks), None
 
