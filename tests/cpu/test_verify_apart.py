@@ -81,8 +81,8 @@ def test_packs_may_end_before_the_steps_do() -> None:
 @pytest.mark.parametrize("config", [granular("chunk", steps=3), with_stash(steps=3)], ids=["dense", "experts"])
 def test_the_eager_run_is_gone_when_the_graph_run_is_made(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original, made, alive = side.make_optimizer, [], []
-    free = mock.Mock(side_effect=apart._free)
-    monkeypatch.setattr(apart, "_free", free)
+    free = mock.Mock(side_effect=apart.free_unused)
+    monkeypatch.setattr(apart, "free_unused", free)
 
     def make(*args: Any) -> Any:
         alive.append([reference() is not None for reference in made])
