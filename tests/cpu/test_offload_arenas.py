@@ -42,23 +42,41 @@ def test_only_a_part_of_the_last_piece_is_unused(sizes):
     assert arenas.nbytes() - sum(map(aligned, sizes)) < arenas.pieces[-1].numel()
 
 
-@given(st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=4), min_size=1, max_size=6))
+@given(st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 1000))
 @settings(deadline=None)
-def test_what_is_larger_than_a_piece_comes_back_whole(groups):
-    """Buffers of several groups, one of which grows between two rounds."""
+def test_buffers_that_grow_are_still_those_that_were_handed_out(groups, more):
+    """Of two variants one after another, the second with larger groups, and of the first again: it holds beginnings."""
     with small_pieces(512, 2048):
         memories = HostMemories(plain)
-        for more in (0, 1000):
-            hosts, given = [], []
-            for number, counts in enumerate(groups):
-                tensors = [torch.randint(0, 256, (count + more,), dtype=torch.uint8) for count in counts]
-                hosts.append(HostMemory(memories.number(number, sum(aligned(t.numel()) for t in tensors))))
-                copy_out(*placed(hosts[-1], tensors))
-                given.append(tensors)
+
+        def hosts_for(sizes):
+            return [HostMemory(memories.number(number, sum(map(aligned, counts)))) for number, counts in
+                    enumerate(sizes)]
+
+        variants = [(sizes, hosts_for(sizes)) for sizes in (groups, [[n + more for n in counts] for counts in groups])]
+        for sizes, hosts in [*variants, variants[0]]:
+            given = [[torch.randint(0, 256, (count,), dtype=torch.uint8) for count in counts] for counts in sizes]
+            for host, tensors in zip(hosts, given, strict=True):
+                copy_out(*placed(host, tensors))
             for host, tensors in zip(hosts, given, strict=True):
                 found = [torch.empty_like(tensor) for tensor in tensors]
                 copy_back(*placed(host, found))
                 assert all(map(torch.equal, found, tensors))
+
+
+def test_what_was_taken_before_a_piece_could_not_be_had_is_there_later():
+    left = iter([True, True, True, False, True, True])
+
+    def make(nbytes):
+        if not next(left):
+            raise RuntimeError("no pinned host memory")
+        return plain(nbytes)
+
+    with small_pieces(1 << 20, 1 << 20):
+        memories = HostMemories(make)
+        with pytest.raises(RuntimeError, match="no pinned host memory"):
+            memories.number(0, 5 << 20)
+        assert sum(span.numel() for span in memories.number(0, 5 << 20)) == memories.arenas.nbytes() == 5 << 20
 
 
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])

@@ -7,7 +7,8 @@
 
 Each way runs by itself: forward and backward of one microbatch at a time, by one graph each. Bytes are those of the
 graphs' pool and of everything held at the peak, parameters and gradients left out; pinned bytes of the host are those
-of the graphs (pinned_bytes) and the most (pinned_peak_bytes): before there is a plan all that may move does. `kept for
+of the graphs (pinned_bytes) and the most (pinned_peak_bytes): before there is a plan all that may move does. Until
+the graphs are there tensors took prepare_peak_bytes at the most, eager passes and trials included. `kept for
 backward` is what an eager forward has saved and is alive when it ends, the most that could move; pools hold temporaries
 of the backward, too.
 

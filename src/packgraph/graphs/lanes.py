@@ -41,8 +41,8 @@ class Copy:
 
 @dataclass(eq=False)
 class HostMemory:
-    """Host memory of one group of tensors, pinned beside CUDA. spans: uint8 [n] each, one behind the other. last: the
-    last copy from or to it."""
+    """Host memory of one group of tensors, pinned beside CUDA. spans: uint8 [n] each, n aligned, one behind the other.
+    last: the last copy from or to it."""
 
     spans: tuple[torch.Tensor, ...]
     last: Copy | None = field(default=None)
@@ -61,8 +61,8 @@ class DeviceMemory(NamedTuple):
 
 
 class TimedCopy(NamedTuple):
-    """A copy of so many tensors, `nbytes` together, on `lane`, and the times, for `elapsed_us`, at which it began and
-    ended."""
+    """A copy of so many tensors, or pieces of them (`placed`), `nbytes` together, on `lane`, and the times, for
+    `elapsed_us`, at which it began and ended."""
 
     lane: str
     nbytes: int
@@ -178,16 +178,16 @@ class Arenas:
         self.pieces: list[torch.Tensor] = []
         self._left = 0  # bytes of the last piece
 
-    def take(self, nbytes: int) -> tuple[torch.Tensor, ...]:
-        """uint8 spans that nobody else has, `nbytes` together, which are aligned."""
-        spans = list[torch.Tensor]()
+    def take(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """uint8 spans that nobody else has, `nbytes` together, which are aligned. One by one: of what was taken before
+        a piece cannot be had nothing is lost."""
         while nbytes > 0:
             if not self._left:
                 self._add(nbytes)
             piece, taken = self.pieces[-1], min(nbytes, self._left)
-            spans.append(_cut(piece, piece.numel() - self._left, taken))
+            start = piece.numel() - self._left
             self._left, nbytes = self._left - taken, nbytes - taken
-        return tuple(spans)
+            yield _cut(piece, start, taken)
 
     def _add(self, wanted: int) -> None:
         size = max(2 * self.pieces[-1].numel() if self.pieces else SMALLEST_ARENA, 1 << (wanted - 1).bit_length())
@@ -227,8 +227,8 @@ class HostMemories:
         while len(self._buffers) <= number:
             self._buffers.append(())
         missing = aligned(nbytes) - sum(span.numel() for span in self._buffers[number])
-        if missing > 0:
-            self._buffers[number] += self.arenas.take(missing)
+        for span in self.arenas.take(missing):
+            self._buffers[number] += (span,)
         return self._buffers[number]
 
 

@@ -14,7 +14,7 @@ def free_unused(device: torch.device) -> None:
     more. Of a graph whose backward has failed torch's engine keeps the rest until the thread's next backward: here.
     """
     with torch.enable_grad():
-        torch.ones(1, requires_grad=True).backward()
+        torch.ones(1, requires_grad=True, device="cpu").backward()
     for _ in range(COLLECTIONS):
         if not gc.collect():
             break

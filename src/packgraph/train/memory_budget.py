@@ -141,7 +141,7 @@ def _predicted(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Seq
             error = None  # its traceback holds this frame, and what was to be captured
             for traced in chunks:
                 forget_code(traced)
-            free_unused(next(chunk.parameters()).device)  # the next trial may need it, and no allocator looks for it
+            free_unused(chunks[0].device)  # the next trial may need it, and no allocator looks for it
             return (), told
     return tuple(banks), None
 
