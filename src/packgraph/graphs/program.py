@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs.pieces import Piece, pieces_of
+from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 from packgraph.plan.regions import Run, cut_runs
 from packgraph.plan.stages import Stage, Staged, State
@@ -66,12 +67,13 @@ class Program:
         return self.module.end(state) if isinstance(self.module, Staged) else state["outputs"]
 
     def run(self, run: Run, state: State) -> State:
-        """Run the stages of `run` on `state`."""
+        """Run the stages of `run` on `state`. Eager ones beside compiled ones hand nothing on twice (`_apart`)."""
         if self.compiler is not None and run.captured:
-            return self.compiler.run(self.pieces[run], state)
+            return self.compiler.run(self.pieces[run], _filled(state))
+        result = state
         for stage in self.stages[run.start : run.stop]:
-            state = stage.run(state)
-        return state
+            result = stage.run(result)
+        return result if self.compiler is None or run.captured else _apart(result, state)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's call without graphs: captured runs by the code that graphs hold."""
@@ -95,6 +97,33 @@ class Program:
 
 def _call(module: torch.nn.Module, state: State) -> State:
     return {"outputs": module(*state["args"], **state["kwargs"])}
+
+
+def _apart(result: State, before: State) -> State:
+    """What an eager stage has made, as graphs take it in: a tensor in two places becomes two, unless it is one of
+    `before` or differentiable (see `detached_state`). Compiled code is for one or the other."""
+    before_it = {id(leaf) for leaf in tree_leaves(before)}
+    seen = set[int]()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or id(leaf) in before_it:
+            return leaf
+        if id(leaf) in seen:
+            return leaf.detach()
+        seen.add(id(leaf))
+        return leaf
+
+    return tree_map(own, result)
+
+
+def _filled(state: State) -> State:
+    """What a captured run is given, as graphs take it in: a tensor with gaps, sliced or expanded, is copied row-major
+    (see `own_strides`). Compiled code is for one layout."""
+    copies: dict[int, torch.Tensor] = {}
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous() and own_strides(leaf) is None:
+            copies[id(leaf)] = leaf.contiguous()
+    return tree_map(lambda leaf: copies.get(id(leaf), leaf), state) if copies else state
 
 
 def with_lengths(state: State, shown: State, result: State) -> State:
