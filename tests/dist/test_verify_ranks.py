@@ -58,6 +58,18 @@ def both(mesh, settings):
     return verify_ranks("both", settings, packs, CPU, mesh, budget=budget_of)
 
 
+def asks_everyone(mesh, settings):
+    made = side.Side(settings, CPU, mesh)
+    made.close()
+    return mesh.everyone() is not None and made.executor.everyone is mesh.everyone()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [DP2, PP2])
+def test_ranks_decide_together_what_a_budget_allows(layout):
+    assert run_ranks(asks_everyone, 2, config(layout), layout=layout) == [True, True]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "granularity", "dtype"), [
     (TP2, "layer", "float32"), (DP2, "layer", "float32"), (DP2, "chunk", "bfloat16"), (PP2, "layer", "float32"),

@@ -76,6 +76,7 @@ def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device,
     pipeline (of one rank for graphs of whole steps without the update)."""
     config = with_context_buckets(config)
     executor = _make_executor(model, config, device, mesh)
+    executor.everyone = mesh.everyone()
     executor.vote_by(stage_vote(mesh), replica_vote(mesh))
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):

@@ -34,7 +34,7 @@ class StageExecutor(Executor):
     def __init__(self, chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh) -> None:
         """chunks: this rank's part of the model, in the order of its stages."""
         options = config.graph
-        self._options, self._device, self.everyone = options, device, mesh.everyone()
+        self._options, self._device = options, device
         self._warm = False
         links = make_links(mesh)
         self._slots = slot_counts(links.size, len(chunks))[links.rank]

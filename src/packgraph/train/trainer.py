@@ -97,7 +97,6 @@ class Trainer:
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
-        self.executor.everyone = self.mesh.everyone()
         self._repeats = Repeats(self.executor, self.optimizer, device)
         self.step = 0
         self._resumed_at = 0
