@@ -120,10 +120,18 @@ def _filled(state: State) -> State:
     """What a captured run is given, as graphs take it in: a tensor with gaps, sliced or expanded, is copied row-major
     (see `own_strides`). Compiled code is for one layout."""
     copies: dict[int, torch.Tensor] = {}
-    for leaf in tree_leaves(state):
-        if isinstance(leaf, torch.Tensor) and not leaf.is_contiguous() and own_strides(leaf) is None:
+
+    def filled(leaf: Any) -> Any:
+        if _has_gaps(leaf) and id(leaf) not in copies:
             copies[id(leaf)] = leaf.contiguous()
-    return tree_map(lambda leaf: copies.get(id(leaf), leaf), state) if copies else state
+        return copies.get(id(leaf), leaf)
+
+    return {key: tree_map(filled, value) if any(map(_has_gaps, tree_leaves(value))) else value
+            for key, value in state.items()}  # what has no gaps stays itself, containers too
+
+
+def _has_gaps(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_contiguous() and own_strides(leaf) is None
 
 
 def with_lengths(state: State, shown: State, result: State) -> State:
