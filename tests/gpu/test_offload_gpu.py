@@ -199,9 +199,9 @@ def test_the_pool_falls_by_what_the_plan_says():
 
 @pytest.mark.parametrize("way", ["kept", "everything", "planned"])
 def test_the_pool_is_what_was_predicted_before_the_capture(way):
-    """With its holes, which the bytes that a plan saves do not tell, and which addresses have a part in: of free blocks
-    of one size the lowest is taken, and segments of the capture may lie in another order than those of the trial. Seen
-    is 0 or 48 MiB, one activation of the MLP, now for one way and now for the other."""
+    """With its holes, which the bytes that a plan saves do not tell, and which addresses most likely have a part in: of
+    free blocks of one size the lowest is taken, and segments of the capture may lie in another order than those of the
+    trial. Seen is 0 or 48 MiB, one activation of the MLP, now for one way and now for the other."""
     modules, options = INNER, {"min_bytes": 2**20}
     if way == "kept":
         modules, options = (), {}

@@ -2,6 +2,7 @@
 
 A module without stages is one stage called `module`: its arguments are the first state, its result the last.
 """
+import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -67,13 +68,12 @@ class Program:
         return self.module.end(state) if isinstance(self.module, Staged) else state["outputs"]
 
     def run(self, run: Run, state: State) -> State:
-        """Run the stages of `run` on `state`. Eager ones beside compiled ones hand nothing on twice (`_apart`)."""
+        """Run the stages of `run` on `state`."""
         if self.compiler is not None and run.captured:
-            return self.compiler.run(self.pieces[run], _filled(state))
-        result = state
+            return self.compiler.run(self.pieces[run], _as_in_graphs(state))
         for stage in self.stages[run.start : run.stop]:
-            result = stage.run(result)
-        return result if self.compiler is None or run.captured else _apart(result, state)
+            state = stage.run(state)
+        return state
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's call without graphs: captured runs by the code that graphs hold."""
@@ -99,39 +99,28 @@ def _call(module: torch.nn.Module, state: State) -> State:
     return {"outputs": module(*state["args"], **state["kwargs"])}
 
 
-def _apart(result: State, before: State) -> State:
-    """What an eager stage has made, as graphs take it in: a tensor in two places becomes two, unless it is one of
-    `before` or differentiable (see `detached_state`). Compiled code is for one or the other."""
-    before_it = {id(leaf) for leaf in tree_leaves(before)}
-    seen = set[int]()
+def _as_in_graphs(state: State) -> State:
+    """What compiled code is given, in eager calls as in graphs, since it is for one layout of memory: a tensor with
+    gaps, sliced or expanded, is copied row-major (see `own_strides`), and one without gradient has an object of its
+    own in every place (graphs hold memory for each that an eager stage has made, see `detached_state`)."""
+    seen, copies = set[int](), dict[int, torch.Tensor]()
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.requires_grad or id(leaf) in before_it:
+        if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) in seen:
-            return leaf.detach()
+        again = id(leaf) in seen and not leaf.requires_grad
         seen.add(id(leaf))
-        return leaf
-
-    return tree_map(own, result)
-
-
-def _filled(state: State) -> State:
-    """What a captured run is given, as graphs take it in: a tensor with gaps, sliced or expanded, is copied row-major
-    (see `own_strides`). Compiled code is for one layout."""
-    copies: dict[int, torch.Tensor] = {}
-
-    def filled(leaf: Any) -> Any:
-        if _has_gaps(leaf) and id(leaf) not in copies:
+        if not leaf.is_contiguous() and own_strides(leaf) is None and id(leaf) not in copies:
             copies[id(leaf)] = leaf.contiguous()
-        return copies.get(id(leaf), leaf)
+        found = copies.get(id(leaf), leaf)
+        return found.detach() if again else found
 
-    return {key: tree_map(filled, value) if any(map(_has_gaps, tree_leaves(value))) else value
-            for key, value in state.items()}  # what has no gaps stays itself, containers too
-
-
-def _has_gaps(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not leaf.is_contiguous() and own_strides(leaf) is None
+    made = {}
+    for key, value in state.items():
+        shown = tree_map(own, value)
+        same = all(map(operator.is_, tree_leaves(shown), tree_leaves(value)))
+        made[key] = value if same else shown  # what is as it was stays itself, containers too
+    return made
 
 
 def with_lengths(state: State, shown: State, result: State) -> State:
