@@ -18,7 +18,7 @@ from packgraph.bench.parts import build_part
 from packgraph.bench.step import StepOptions, _StepBench
 from packgraph.bench.timing import Deadline
 from packgraph.bench.ways import Way, make_way
-from packgraph.graphs.cuda import CudaGraph
+from packgraph.graphs.cuda.backend import CudaGraph
 from packgraph.packing.batch import PackedBatch
 
 

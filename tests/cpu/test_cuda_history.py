@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from packgraph.graphs.cuda import CudaWindow
-from packgraph.graphs.cuda_history import PoolHistory, blocks_of
+from packgraph.graphs.cuda.backend import CudaWindow
+from packgraph.graphs.cuda.history import PoolHistory, blocks_of
 from packgraph.graphs.errors import CaptureError
 from packgraph.plan.memory.bank import Lifetime
 

@@ -5,7 +5,7 @@ from graphkit import Toy, differences, make_toy, poison_free_slots, toy_inputs, 
 from torch import nn
 
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.recorder import RecorderWindow
+from packgraph.graphs.recorder.backend import RecorderWindow
 from packgraph.graphs.slot import Slots
 
 SCOPES = [None, ["attn"], ["mlp"], ["attn", "mlp"], ["embed", "head"], ["embed", "attn", "head"], ["head"]]

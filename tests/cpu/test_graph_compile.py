@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import packgraph
 from packgraph.bench.models import SHAPES, draw_batches
+from packgraph.graphs.compiled.opaque import CompiledCode
+from packgraph.graphs.compiled.traced import refuse_unsafe_graph
 from packgraph.graphs.errors import PackgraphWarning, traced_line
 from packgraph.graphs.fallback import CAPTURE_FAILED
-from packgraph.graphs.opaque import CompiledCode
 from packgraph.graphs.step import GraphedStep
-from packgraph.graphs.traced import refuse_unsafe_graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.stages import Stage, run_stages

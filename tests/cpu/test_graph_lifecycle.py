@@ -12,7 +12,7 @@ from torch import nn
 from packgraph.graphs import build, guard
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.recorder import RecorderWindow
+from packgraph.graphs.recorder.backend import RecorderWindow
 
 
 def quiet(call, *args):

@@ -5,9 +5,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import packgraph
+from packgraph.graphs.compiled.opaque import CompiledCode
+from packgraph.graphs.compiled.products import AddingCode, Product, take_products
 from packgraph.graphs.fallback import SAVED_TENSOR_HOOKS
-from packgraph.graphs.opaque import CompiledCode
-from packgraph.graphs.products import AddingCode, Product, take_products
 from packgraph.moe.experts import Experts
 from packgraph.plan.stages import Stage, run_stages
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.graphs.recorder_pool import Block, RecorderPool
+from packgraph.graphs.recorder.pool import Block, RecorderPool
 from packgraph.plan.regions import GRANULARITIES, STAGE_NAMES, Run, cut_runs, expand_scope, scope_errors
 
 

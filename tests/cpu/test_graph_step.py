@@ -9,7 +9,7 @@ from torch import nn
 
 import packgraph
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.recorder import RecorderBackend
+from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.graphs.step import GraphedStep
 
 

@@ -78,6 +78,15 @@ def test_imports_run_downward():
     assert not upward
 
 
+def test_graphs_know_their_backends_in_one_place():
+    """What only one backend, or only compiled stages need, is chosen in `graphs/choose.py` and used by nobody else."""
+    graphs, inner = SOURCE / "graphs", ("cuda", "recorder", "compiled")
+    knowing = {
+        str(path.relative_to(graphs)) for path in graphs.rglob("*.py") for _, name in imported_names(parse(path))
+        for folder in inner if name.startswith(f"packgraph.graphs.{folder}.") and path.parent.name != folder}
+    assert knowing == {"choose.py"}
+
+
 def test_plans_never_touch_a_device():
     touching = []
     for path in (SOURCE / "plan").rglob("*.py"):

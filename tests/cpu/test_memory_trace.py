@@ -9,7 +9,7 @@ from torch import nn
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory_trace import pool_model, trace_memory
-from packgraph.graphs.recorder import RecorderBackend
+from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.memory.bank import BankModel, MemoryTrace
 

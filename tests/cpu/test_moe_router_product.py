@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import packgraph
-from packgraph.graphs.products import AddingCode
+from packgraph.graphs.compiled.products import AddingCode
 from packgraph.models.config import DecoderConfig
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.moe import Gate

@@ -8,7 +8,7 @@ from stashkit import COLUMNS, INNER, Experts, free_pages, make_expert_toy, poiso
 from torch import nn
 
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.recorder import RecorderBackend
+from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.graphs.step import GraphedStep
 from packgraph.moe.stash.ops import put, reserve, take
 from packgraph.moe.stash.pages import DEMAND, HEAD, HEADER, NEED_HI, OVERFLOW, Pages, naive_reserve

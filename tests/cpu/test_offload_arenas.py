@@ -10,7 +10,7 @@ from offloadkit import DENSE, config, same, train
 
 import packgraph.graphs.lanes
 from packgraph.graphs.lanes import Arenas, HostMemories, HostMemory, aligned, placed
-from packgraph.graphs.lanes_emulated import copy_back, copy_out, plain
+from packgraph.graphs.recorder.lanes import copy_back, copy_out, plain
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, engine_of, s
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.lanes import captured_lanes
-from packgraph.graphs.lanes_emulated import EmulatedLanes
-from packgraph.graphs.recorder import RecorderBackend
+from packgraph.graphs.recorder.backend import RecorderBackend
+from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload

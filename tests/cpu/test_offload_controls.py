@@ -6,7 +6,7 @@ import torch
 from offloadkit import DENSE, batches, config, engine_of, same, train
 
 from packgraph.graphs.lanes import HostMemory, aligned
-from packgraph.graphs.lanes_emulated import EmulatedLanes, Queues, RecordedLanes, plain
+from packgraph.graphs.recorder.lanes import EmulatedLanes, Queues, RecordedLanes, plain
 from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload

@@ -7,7 +7,7 @@ from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, same, train
 from torch import nn
 
 from packgraph.graphs.lanes import captured_lanes
-from packgraph.graphs.lanes_emulated import EmulatedLanes
+from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload
 from packgraph.offload.group import Group

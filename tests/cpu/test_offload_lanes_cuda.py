@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from packgraph.graphs import peak_memory
+from packgraph.graphs.cuda.lanes import CudaLanes, streams_beside
 from packgraph.graphs.lanes import HostMemories
-from packgraph.graphs.lanes_cuda import CudaLanes, streams_beside
-from packgraph.graphs.lanes_emulated import plain
+from packgraph.graphs.recorder.lanes import plain
 
 
 class Device:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.lanes import DeviceMemory
-from packgraph.graphs.lanes_emulated import EmulatedLanes
+from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload

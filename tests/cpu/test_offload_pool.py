@@ -6,9 +6,9 @@ import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warmed
 
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.lanes_emulated import EmulatedLanes
 from packgraph.graphs.memory_trace import trace_memory
-from packgraph.graphs.recorder import RecorderBackend, RecorderWindow
+from packgraph.graphs.recorder.backend import RecorderBackend, RecorderWindow
+from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.graphs.step import GraphedStep
 from packgraph.plan.offload.plan import CopySpeed
 from packgraph.plan.offload.search import plan_for_time

@@ -6,11 +6,11 @@ import torch
 from offloadkit import DENSE, config
 from trainkit import RandomPacks, state_of, tiny, trainer
 
-from packgraph.graphs import lanes_emulated
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.lanes import captured_lanes
-from packgraph.graphs.lanes_emulated import RecordedLanes
 from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.recorder import lanes as recorder_lanes
+from packgraph.graphs.recorder.lanes import RecordedLanes
 from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload
@@ -31,7 +31,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(lanes_emulated.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(recorder_lanes.time, "perf_counter", lambda: self.now)
         wait = RecordedLanes.wait
 
         def slow_wait(lanes, copy):

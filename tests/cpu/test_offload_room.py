@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from offloadkit import DENSE, config, same, train
 
 from packgraph.graphs.lanes import DeviceMemory
-from packgraph.graphs.lanes_emulated import EmulatedLanes
+from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.offload import engine
 from packgraph.offload.engine import Offload
 from packgraph.offload.room import Room

@@ -4,7 +4,7 @@ import torch
 from offloadkit import DENSE, config
 from torch import nn
 
-from packgraph.graphs.lanes_emulated import EmulatedLanes
+from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload

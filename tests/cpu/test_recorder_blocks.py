@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.recorder_pool import RecorderPool
+from packgraph.graphs.recorder.pool import RecorderPool
 
 
 class HandsOut(nn.Module):

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from packgraph.graphs.cuda import CudaBackend
+from packgraph.graphs.cuda.backend import CudaBackend
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory_trace import pool_model, trace_memory
 from packgraph.models.decoder import DecoderConfig, DecoderModel

@@ -8,8 +8,8 @@ from offloadkit import DENSE, EXPERTS, by_hand, config, engine_of, foretold_and_
 from trainkit import RandomPacks, state_of, tiny, trainer
 
 from packgraph.bench.timing import pinned_bytes
+from packgraph.graphs.cuda.lanes import CudaLanes
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.lanes_cuda import CudaLanes
 from packgraph.graphs.memory_trace import trace_memory
 from packgraph.graphs.unused import free_unused
 from packgraph.models.config import DecoderConfig

@@ -1,7 +1,7 @@
 """The same decoder with its stages under torch.compile, and no graphs of ours: what eager users can have.
 
 Embedding, layers and head are compiled each for itself (regional compilation), by the library's own way of doing it
-(graphs/compiler.py): all layers share one piece of code per shape.
+(graphs/compiled/compiler.py): all layers share one piece of code per shape.
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch._dynamo
 from torch import Tensor, nn
 
-from packgraph.graphs.compiler import Compiler
+from packgraph.graphs.compiled.compiler import Compiler
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.pieces import pieces_of
 from packgraph.models.stack import DecoderStack

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from packgraph.graphs.backend import Backend
-from packgraph.graphs.cuda import CudaBackend
+from packgraph.graphs.cuda.backend import CudaBackend
+from packgraph.graphs.cuda.lanes import CudaLanes, streams_beside
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.lanes import Lanes
-from packgraph.graphs.lanes_cuda import CudaLanes, streams_beside
-from packgraph.graphs.lanes_emulated import EmulatedLanes
 from packgraph.graphs.program import StageCompiler
-from packgraph.graphs.recorder import RecorderBackend
+from packgraph.graphs.recorder.backend import RecorderBackend
+from packgraph.graphs.recorder.lanes import EmulatedLanes
 
 
 def choose_backend(name: str, device: torch.device, generators: list[torch.Generator]) -> Backend:
@@ -50,7 +50,7 @@ def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> St
     """
     if compile is False:
         return None
-    from packgraph.graphs.compiler import Compiler  # loads torch's compiler, which takes seconds
+    from packgraph.graphs.compiled.compiler import Compiler  # loads torch's compiler, which takes seconds
 
     if isinstance(compile, Mapping):
         return Compiler("inductor", stats, options=compile)

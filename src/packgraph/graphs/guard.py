@@ -209,7 +209,8 @@ def compiled_stages() -> Iterator[None]:
     """Within the block torch.compile works under the modes that watch captured code.
 
     Otherwise it gives way to them, and a function that the user has compiled runs operation by operation: its kernels
-    would be no operations that a watcher sees. Our own compiled code (graphs/opaque.py) tells the watchers itself.
+    would be no operations that a watcher sees. Our own compiled code tells the watchers itself
+    (graphs/compiled/opaque.py).
     """
     token = _COMPILED.set(True)
     try:

@@ -19,7 +19,7 @@ from packgraph.plan.stages import Stage, Staged, State
 
 
 class StageCompiler(Protocol):
-    """Runs stages as compiled code (graphs/compiler.py, which is loaded only where it is needed: torch takes long)."""
+    """Runs stages as compiled code (graphs/compiled/compiler.py, loaded only where it is needed: torch takes long)."""
 
     adds_products: bool
 

@@ -12,7 +12,7 @@ bfloat16 anyway, bfloat16 products that are added up in float32 are the float32 
 bits: 24, which three bfloat16 of 8 bits each hold. (Henry, Tang and Heinecke 2019, arXiv:1904.06376, cut matrices so.)
 
 Nothing waits for the host, shapes are static, and a row of the logits and of the gradient of x depends on its own row
-alone. The gradient of weight has a sibling that adds it to memory, for graphs/products.py.
+alone. The gradient of weight has a sibling that adds it to memory, for graphs/compiled/products.py.
 """
 from typing import Any
 
@@ -95,7 +95,7 @@ def gradient_of_weight(parts: Tensor, x: Tensor) -> Tensor:
 
 @torch.library.custom_op("packgraph::add_router_gradient_of_weight", mutates_args=("total",))
 def add_gradient_of_weight(total: Tensor, parts: Tensor, x: Tensor) -> None:
-    """total [E, H] += gradient_of_weight(parts, x), rounded once, as a sum. For the name see graphs/products.py."""
+    """total [E, H] += gradient_of_weight(parts, x), rounded once, as a sum (the name: graphs/compiled/products.py)."""
     total.add_(_summed_parts(parts, x))
 
 

@@ -112,9 +112,9 @@ def add_matrices_gradient(total: Tensor, grad: Tensor, a: Tensor, offsets: Tenso
     """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA.
 
     There the sum is rounded once, elsewhere (and in ways that let the cache add, see moe/grouped/ways.py) the product
-    first. The name is an agreement: graphs/products.py puts `add_name` for `name` where a weight's `.grad` may be added
-    to. With few rows per expert a gradient costs what its memory does, and written, read and added it goes through
-    twice as much.
+    first. The name is an agreement: graphs/compiled/products.py puts `add_name` for `name` where a weight's `.grad` may
+    be added to. With few rows per expert a gradient costs what its memory does, and written, read and added it goes
+    through twice as much.
     """
     if total.is_contiguous() and _by_kernel(total):
         from packgraph.moe.grouped.pointers_kernel import add_products

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from packgraph.graphs.backend import Result
-from packgraph.graphs.cuda_history import PoolHistory
-from packgraph.graphs.cuda_workspaces import CublasWorkspaces
+from packgraph.graphs.cuda.history import PoolHistory
+from packgraph.graphs.cuda.lanes import CudaLanes, pinned, streams_beside
+from packgraph.graphs.cuda.workspaces import CublasWorkspaces
 from packgraph.graphs.guard import Journal
 from packgraph.graphs.lanes import HostMemories, capturing_lanes
-from packgraph.graphs.lanes_cuda import CudaLanes, pinned, streams_beside
 from packgraph.plan.memory.bank import Lifetime
 
 

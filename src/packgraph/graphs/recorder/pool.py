@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from packgraph.graphs.lanes import HostMemories
-from packgraph.graphs.lanes_emulated import plain
+from packgraph.graphs.recorder.lanes import plain
 from packgraph.plan.memory.first_fit import place_blocks
 
 POISON = 0xFF

@@ -35,8 +35,8 @@ from packgraph.graphs.guard import (
     written_tensors,
 )
 from packgraph.graphs.lanes import capturing_lanes
-from packgraph.graphs.lanes_emulated import EmulatedLanes, RecordedLanes
-from packgraph.graphs.recorder_pool import POISON, Block, RecorderPool
+from packgraph.graphs.recorder.lanes import EmulatedLanes, RecordedLanes
+from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
 from packgraph.plan.memory.bank import Lifetime
 
 
