@@ -354,3 +354,33 @@ def test_errors_say_what_to_do():
     x = torch.randn(32, 8, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"width 8.*has pages for 0"), stash.saving(torch.tensor([3]), 32):
         x.exp()
+
+
+class AsksTwice(torch.autograd.Function):
+    """A product whose backward unpacks all that was saved for each thing it needs."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0]
+        w = ctx.saved_tensors[1]
+        return gradient * w, gradient * x
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_a_backward_may_ask_for_the_same_rows_again(measures):
+    stash = Stash("cpu", page_rows=16)
+    if not measures:
+        stash.allocate(8, columns={(torch.float32, 8): 2})
+    leaf = torch.randn(32, 8, requires_grad=True)
+    expected = torch.autograd.grad(AsksTwice.apply(leaf.sin(), leaf.cos()).sum(), leaf)[0]
+    x, w = leaf.sin(), leaf.cos()
+    with stash.saving(torch.tensor([32]), 32):
+        made = AsksTwice.apply(x, w)
+    made.sum().backward()
+    assert torch.equal(leaf.grad, expected)
+    assert measures or stash.in_use().item() == 0

@@ -115,11 +115,18 @@ def use_without_waiting_for_the_reload(patch):
         patch.setattr(lanes, "wait", lambda self, copy, wait=wait: None if copy.lane == "back" else wait(self, copy))
 
 
+def give_back(copy):
+    """Let nothing hold the sources of `copy` any more."""
+    done = copy.done
+    copy.finish()
+    copy.done = done
+
+
 def give_memory_back_at_once(patch):
     queued = Offload._queued
 
     def hasty(self, lanes, copy):
-        copy.held = []
+        give_back(copy)
         queued(self, lanes, copy)
 
     patch.setattr(Offload, "_queued", hasty)
@@ -181,19 +188,15 @@ class Changing(torch.nn.Module):
         return out.sum()
 
 
-@pytest.mark.parametrize(("when", "moves", "raises"), [
-    ("within", True, True), ("within", False, True), ("after", False, True), ("after", True, False)])
-def test_tensors_changed_in_place_are_found_unless_they_were_copied_before(when, moves, raises):
+@pytest.mark.parametrize(("when", "moves"), [
+    ("within", True), ("within", False), ("after", False), ("after", True)])
+def test_tensors_changed_in_place_are_found(when, moves):
     module = Changing(when)
     engine = Offload(("core_attn",), EmulatedLanes({"back"}), min_bytes=1, measures=not moves)
     attach(engine, module)
     loss = module(torch.arange(4.0))
-    if raises:
-        with pytest.raises(RuntimeError, match="changed in place"):
-            loss.backward()
-    else:
+    with pytest.raises(RuntimeError, match="changed in place"):
         loss.backward()
-        assert module.weight.grad.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_views_of_one_memory_are_one_copy_and_keep_their_layout():

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, engine_of, foretold_and_taken, same, train, warmed
+from torch.utils.checkpoint import checkpoint
 from trainkit import RandomPacks, state_of, tiny, trainer
 
 from packgraph.bench.timing import pinned_bytes
@@ -16,6 +17,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.offload.engine import PARTS
+from packgraph.offload.marks import nowhere
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.plan.offload.plan import CopySpeed
@@ -123,6 +125,43 @@ def test_a_run_that_offloads_is_bitwise_one_that_does_not(granularity, compile, 
         states.append(state_of(run))
         run.close()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+class Recomputed(torch.nn.Module):
+    """Layers with a block, each under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        for layer in self.layers:
+            layer.offload = nowhere
+
+    def one(self, layer, x):
+        with layer.offload("mlp_act"):
+            return layer(x).sin().tanh()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(self.one, layer, x, use_reentrant=False)
+        return x
+
+
+def test_what_a_captured_backward_computes_again_stays_on_the_device():
+    """It runs in autograd's thread, which knows nothing of the capture's lanes."""
+    found = []
+    for offloads in (False, True):
+        module = Recomputed().to(CUDA)
+        called = graph(module, warmup=2, strict=True)
+        engine = engine_of(called, module, ("mlp_act",)) if offloads else None
+        for number in range(5):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number)).to(CUDA).requires_grad_()
+            called(x).sum().backward()
+            if engine is not None:
+                engine.end_step()
+        assert called.stats.replayed == 3
+        found.append([parameter.grad for parameter in module.parameters()])
+    assert same(*found)
 
 
 def test_replays_and_eager_steps_never_wait():

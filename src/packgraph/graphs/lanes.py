@@ -30,13 +30,21 @@ SMALLEST_ARENA, LARGEST_ARENA = 1 << 20, 1 << 30
 @dataclass(eq=False)
 class Copy:
     """One copy that was queued. lane: `out` or `back`. scope: the capture it belongs to. held: its sources, until main
-    has waited for it. done: whether main has. native: what the lanes know it by."""
+    has waited for it. done: whether main has. native: what the lanes know it by. left: called when main has waited."""
 
     lane: str
     scope: int
     held: list[torch.Tensor]
     native: Any = None
     done: bool = False
+    left: Callable[[], None] | None = None
+
+    def finish(self) -> None:
+        """Main has waited: the sources are given back."""
+        left, self.left = self.left, None
+        self.done, self.held = True, []
+        if left is not None:
+            left()
 
 
 @dataclass(eq=False)
@@ -82,6 +90,10 @@ class Lanes(Protocol):
     timed: list[TimedCopy] | None
     trial: bool
     memories: "HostMemories"
+
+    def is_outside(self) -> bool:
+        """Whether the caller's work is being captured although these are lanes of eager work: in autograd's threads
+        nobody knows the capture's, and copies on these would never be joined."""
 
     def host(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes` that nobody else uses until `give_back`."""

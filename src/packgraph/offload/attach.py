@@ -1,11 +1,13 @@
 """Giving an engine to the layers of a chunk: every module with a mark `offload` gets one that knows its layer."""
 import contextlib
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.fingerprint import owners
 from packgraph.offload.engine import Offload
 from packgraph.offload.marks import nowhere
 
@@ -36,26 +38,49 @@ class LayerMark:
 def attach(engine: Offload | None, chunk: nn.Module) -> list[int]:
     """Let `engine` move what the layers of `chunk` save; None = nobody. The numbers of the layers that it got.
 
-    A layer is what stands under a number in the names of modules (`layers.7`); everything in it with an attribute
-    `offload` gets its mark. Graphs of the chunk are captured again. Raises ValueError when there is no such module.
+    A layer is what stands under a number in the names of modules (`layers.7`), beside others of its kind; everything in
+    it with an attribute `offload` gets its mark. Where two have the same number (`encoder.layers.0`,
+    `decoder.layers.0`) all are numbered in the order of their names. Graphs of the chunk are captured again. A layer
+    that a forward uses several times begins a pass with each use. Raises ValueError when there is no such module.
     """
-    marks: dict[int, Any] = {}
-    for name, module in chunk.named_modules():
-        if "offload" not in vars(module):
-            continue
-        number, layer = _layer_of(chunk, name)
-        if number not in marks:
-            marks[number] = nowhere if engine is None else LayerMark(engine, number, layer)
-        module.offload = marks[number]
-    if not marks:
+    named = dict(owners(chunk))
+    marked = {name: module for name, module in named.items() if "offload" in vars(module)}
+    if not marked:
         raise ValueError(f"{type(chunk).__name__} has no module with an attribute `offload`: nothing marks what could "
                          "be moved")
-    return sorted(marks)
+    layers = layer_names(list(marked))
+    numbers = layer_numbers(layers)
+    marks: dict[str, Any] = {layer: nowhere if engine is None else LayerMark(engine, number, named[layer])
+                             for layer, number in numbers.items()}
+    for layer, module in zip(layers, marked.values(), strict=True):
+        module.offload = marks[layer]
+    return sorted(numbers.values())
 
 
-def _layer_of(chunk: nn.Module, name: str) -> tuple[int, nn.Module]:
+def layer_names(names: Sequence[str]) -> list[str]:
+    """For each of these modules the name of its layer: up to the first number that others of them stand beside under
+    another one, or else the first number at all; without a number the whole, ''."""
+    beside: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        for parent, number in _numbers_in(name):
+            beside[parent].add(number)
+    found = []
+    for name in names:
+        places = _numbers_in(name)
+        chosen = next((place for place in places if len(beside[place[0]]) > 1), places[0] if places else None)
+        found.append("" if chosen is None else ".".join(filter(None, chosen)))
+    return found
+
+
+def layer_numbers(layers: Sequence[str]) -> dict[str, int]:
+    """The number of each layer: its own, or where two have the same that of its place among all."""
+    own = {layer: int(layer.rpartition(".")[2] or 0) for layer in layers}
+    if len(set(own.values())) == len(own):
+        return own
+    return {layer: place for place, layer in enumerate(own)}
+
+
+def _numbers_in(name: str) -> list[tuple[str, str]]:
+    """(what stands before it, number) for every number in a dotted name."""
     parts = name.split(".")
-    for end, part in enumerate(parts, 1):
-        if part.isdigit():
-            return int(part), chunk.get_submodule(".".join(parts[:end]))
-    return 0, chunk
+    return [(".".join(parts[:place]), part) for place, part in enumerate(parts) if part.isdigit()]

@@ -109,6 +109,7 @@ class Offload:
         self.plan: OffloadPlan | None = None
         self._trace: OffloadTrace | None = None
         self._times: PassTimes | None = None
+        self._partial: PassTimes | None = None
         self._looks = 0  # passes that were traced
         self._index: dict[tuple[int, str, int], int] = {}
         self._stays: defaultdict[tuple[int, str], set[int]] = defaultdict(set)  # by layer and name, see Group
@@ -142,10 +143,11 @@ class Offload:
 
     @property
     def trace(self) -> OffloadTrace | None:
-        """The trace of the plan; before there is one that of the largest pass so far, for which the host waits."""
-        if self._trace is None and self._times is not None:
-            return self._times.trace()
-        return self._trace
+        """The trace of the plan; before there is one that of the largest pass so far, for which the host waits: of
+        those that backward has come through, otherwise (a loss may leave out what a module has made) of all that it has
+        come to."""
+        times = self._times or self._partial
+        return self._trace if self._trace is not None or times is None else times.trace()
 
     def replayed(self, speed: CopySpeed) -> tuple[OffloadTrace, CopySpeed] | None:
         """What the plan's groups take in graphs, by their last replay: of the largest pass that was captured whole with
@@ -177,6 +179,9 @@ class Offload:
     def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
         """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
         lanes = captured_lanes() or self.lanes
+        if lanes.is_outside():  # what a backward computes again in a thread of its own needs no way to the host
+            yield
+            return
         # In the rehearsal, where there is one: clocks of a device cannot be read inside a capture. What is compiled
         # ahead of the first pass comes by here without a trace.
         if self.plan is None and self.policy is not None and (
@@ -193,8 +198,7 @@ class Offload:
 
         def pack(tensor: Tensor) -> Handle | Tensor:
             place = next(saves)  # of all, since what a capture takes in stays there, and moves elsewhere
-            if type(tensor) not in (Tensor, DTensor) or tensor.layout is not torch.strided or not tensor.numel() \
-                    or (tensor.is_leaf and tensor.requires_grad) or _address(tensor) in fixed:
+            if not _can_move(tensor) or _address(tensor) in fixed:
                 return tensor
             return group.pack(tensor, now.known(local_tensor(tensor)), place)
 
@@ -297,13 +301,19 @@ class Offload:
                 self._find_held(now)
                 times.forward_is_over()
             times.reached(group, reloads)
-            if times.is_complete() and now.lanes is not self.lanes:
-                if times not in self._captured:
-                    self._captured.append(times)
-            elif times.is_complete() and (self._times is None or times.nbytes >= self._times.nbytes):
-                self._times = times
+            self._keep(times, now.lanes is self.lanes)
         for other in reloads:
             other.start_reload()
+
+    def _keep(self, times: PassTimes, eager: bool) -> None:
+        """Remember a pass that backward has come to: of eager ones the largest."""
+        if not eager:
+            if times.is_complete() and times not in self._captured:
+                self._captured.append(times)
+        elif times.is_complete():
+            self._times = times if self._times is None or times.nbytes >= self._times.nbytes else self._times
+        elif self._partial is None or times.nbytes >= self._partial.nbytes:
+            self._partial = times
 
     def _find_held(self, now: Pass) -> None:
         """A forward is over and its locals are gone: who holds memory of its groups now has saved it, too, or keeps it
@@ -312,6 +322,13 @@ class Offload:
             held = {memory.place for memory in group.large if memory.is_held()}
             self._stays[group.layer, group.name] -= {memory.place for memory in group.large} - held
             self._stays[group.layer, group.name] |= held
+
+
+def _can_move(tensor: Tensor) -> bool:
+    """Whether it is its bytes, in memory that a backward alone needs: no parameter, and no conjugate or negative that
+    is yet to be made (a bit of the tensor says so)."""
+    return type(tensor) in (Tensor, DTensor) and tensor.layout is torch.strided and tensor.numel() > 0 \
+        and not (tensor.is_leaf and tensor.requires_grad) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _address(tensor: Tensor) -> int:

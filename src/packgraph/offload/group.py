@@ -10,7 +10,11 @@ group's. Whether memory moves is known at commit only: it must be `min_bytes` la
 of it, since copying the rest would free nothing. Memory that somebody else holds, too, is freed by no copy; that is
 known when a forward is over, so the next pass leaves it where it is (`stays`).
 
-Handles own the group. When the last one is gone without a backward, the host memory goes back to the lanes.
+Memory must not be written to before its copy has ended. Autograd counts changes in place, and so does a copy, until
+main has waited for it: what was changed meanwhile is refused, as it is without offloading.
+
+Handles own the group, and nothing that it owns knows it strongly. When the last one is gone without a backward, the
+host memory goes back to the lanes, and what was brought back for nobody is freed.
 """
 import weakref
 from collections.abc import Callable, Sequence, Set
@@ -32,41 +36,66 @@ class Memory:
 
     place: number of the save, among all of its block, that brought it in: the same in every pass, however it is cut.
     device: uint8 [n], until commit. moved: whether it did. restored: what was brought back, while a handle needs it.
-    waiting: handles that have not been asked for. handles: all of them, of later groups, too.
+    waiting: handles that have not been asked for. handles: all of them, of later groups, too. watched: while it is on
+    its way, what was saved, with the count of its changes. changed: whether it was meanwhile.
     """
 
     def __init__(self, group: "Group", tensor: Tensor, place: int) -> None:
         storage = tensor.untyped_storage()
-        self.group, self.version, self.place = group, tensor._version, place
+        self.version, self.place = tensor._version, place
+        self._group = weakref.ref(group)
         self.handles: list[weakref.ref[Handle]] = []
         self.nbytes, self.covered, self.waiting, self.moved = storage.nbytes(), 0, 0, False
         self.storage = weakref.ref(storage)
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         self.restored: Tensor | None = None
+        self.watched: list[tuple[Tensor, int]] = []
+        self.changed = False
+
+    @property
+    def group(self) -> "Group":
+        """The group that moves it. Every handle keeps it, so it is there for whoever has one."""
+        group = self._group()
+        assert group is not None, "a memory without a handle"
+        return group
+
+    @group.setter
+    def group(self, group: "Group") -> None:
+        self._group = weakref.ref(group)
 
     def still(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in this memory, unchanged since it was saved first."""
-        return self.storage() is not None and self.version == tensor._version
+        """Whether `tensor` lies in this memory, unchanged since it was saved first, and may be saved as a part of it:
+        once it comes back from the host that is another memory."""
+        group = self._group()
+        return self.storage() is not None and self.version == tensor._version and group is not None \
+            and not (self.moved and group.host is None)
+
+    def left(self) -> None:
+        """Main has waited for its copy."""
+        self.changed = any(tensor._version != version for tensor, version in self.watched)
+        self.watched = []
 
     def is_held(self) -> bool:
         """Whether somebody else holds it, so that moving frees nothing. Our references are the tensor of every handle
-        while it has not moved, the source of its copy until main has waited, and the storage's Python object here; who
-        keeps that object instead of a tensor is not seen."""
+        while it has not moved, the source of its copy and what is watched until main has waited, and the storage's
+        Python object here; who keeps that object instead of a tensor is not seen."""
         storage = self.storage()
         if storage is None:
             return False
         handles = [handle for handle in (reference() for reference in self.handles) if handle is not None]
-        ours = sum(handle.kept is not None for handle in handles)
+        ours = sum(handle.kept is not None for handle in handles) + len(self.watched)
         ours += self.device is not None or (self.moved and not self.group.has_left())
         return torch._C._storage_Use_Count(storage._cdata) > ours + 1
 
 
 @dataclass(eq=False)
 class Handle:
-    """What autograd holds in place of a saved tensor. kept: the tensor itself, where its memory stays. placed: of a
-    DTensor, how its local part, which is what all else speaks of, lies on the mesh."""
+    """What autograd holds in place of a saved tensor. home: the group of its memory, an earlier one perhaps. kept: the
+    tensor itself, where its memory stays. placed: of a DTensor, how its local part, which is what all else speaks of,
+    lies on the mesh. given: what came back, and in which backward: the same one may ask again."""
 
     group: "Group"
+    home: "Group"
     memory: Memory
     dtype: torch.dtype
     offset: int
@@ -75,7 +104,7 @@ class Handle:
     version: int
     kept: Tensor | None
     placed: dict[str, Any] | None
-    asked: bool = False
+    given: tuple[int, Tensor] | None = None
 
     def back(self) -> Tensor:
         """The tensor. Raises RuntimeError when it was changed in place, or is asked for when it is gone."""
@@ -84,18 +113,27 @@ class Handle:
         if not memory.moved:
             assert self.kept is not None
             if self.kept._version != self.version:
-                raise RuntimeError(f"a tensor of shape {self.size} that {self.group.name} of layer {self.group.layer} "
-                                   "saved for backward was changed in place afterwards: write to a new tensor")
+                raise self._was_changed()
             return self._placed(self.kept)
-        whole = memory.group.bring(memory)
-        if not self.asked:
-            self.asked = True
+        backward = torch._C._current_graph_task_id()
+        if self.given is not None and self.given[0] == backward:
+            return self._placed(self.given[1])
+        whole = self.home.bring(memory)
+        if memory.changed:
+            raise self._was_changed()
+        if self.given is None:
             memory.waiting -= 1
         if memory.waiting == 0:
             memory.restored = None
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             tensor = torch.empty(0, dtype=self.dtype, device=whole.device)
-            return self._placed(tensor.set_(whole.untyped_storage(), self.offset, self.size, self.stride))
+            tensor = tensor.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+        self.given = backward, tensor
+        return self._placed(tensor)
+
+    def _was_changed(self) -> RuntimeError:
+        return RuntimeError(f"a tensor of shape {self.size} that {self.group.name} of layer {self.group.layer} saved "
+                            "for backward was changed in place afterwards: write to a new tensor")
 
     def _placed(self, tensor: Tensor) -> Tensor:
         if self.placed is None:
@@ -142,7 +180,7 @@ class Group:
                     memory = self.memories[key] = Memory(self, tensor, place)
         memory.covered += tensor.numel() * tensor.element_size()
         memory.waiting += 1
-        handle = Handle(self, memory, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
+        handle = Handle(self, memory.group, memory, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
                         tuple(tensor.stride()), tensor._version, None if memory.moved else tensor, placed)
         memory.handles.append(weakref.ref(handle))
         if memory.group is self:
@@ -170,7 +208,7 @@ class Group:
         self.memories = {key: memory for key, memory in self.memories.items() if id(memory) not in own}
         for handle in self._living():
             if id(handle.memory) in own:
-                handle.group = part
+                handle.group = handle.home = part
         part._handles = [reference for reference in self._handles if (held := reference()) and held.group is part]
         self._handles = [reference for reference in self._handles if (held := reference()) and held.group is self]
         for memory in memories:
@@ -198,11 +236,18 @@ class Group:
         for memory in moving:
             memory.moved = True
         for handle in self._living():
-            if handle.memory.moved:
+            if handle.memory.moved and handle.kept is not None:
+                handle.memory.watched.append((handle.kept, handle.version))
                 handle.kept = None
         host = self.host = self.lanes.host(sum(aligned(memory.nbytes) for memory in moving))
+
+        def left() -> None:
+            for memory in moving:
+                memory.left()
+
         if not postpone:
             self.copy_out = self.lanes.out(sources, host)
+            self.copy_out.left = left
             queued(self.copy_out)
             return
         since, group = self.lanes.point(), weakref.ref(self)
@@ -211,6 +256,7 @@ class Group:
             own = group()
             if own is not None:  # else nobody will ask for it
                 own.copy_out = own.lanes.out(sources, host, since)
+                own.copy_out.left = left
                 queued(own.copy_out)
 
         self.lanes.postpone(launch)

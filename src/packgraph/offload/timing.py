@@ -27,6 +27,7 @@ from packgraph.offload.room import Room
 from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
 
 LARGE = 2**21  # bytes of a copy that tells a speed
+LAST_US = 1.0  # behind all others comes, if at all, what a loss leaves out
 
 
 class Mark(NamedTuple):
@@ -106,6 +107,7 @@ class PassTimes:
         self.scopes = {self.lanes.scope}
         self.room, self._held, self._running = None if captured else Room(self.lanes), 0, 0
         self._block = 0
+        self._saving: set[int] = set()  # modules that have saved something: backward comes to no other
         self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()  # with its order
         self._counted: list[int] = []  # by order, bytes of the group while it is on the device
         self._left: dict[int, int] = {}  # by order, the number of modules made until it had left
@@ -116,6 +118,8 @@ class PassTimes:
         self.made.append(_Made(group.name, group.layer, group.part, memories, group.stays, self.waits.mark(),
                                self._blocks + (group.part == 0)))
         self._counted.append(self.made[-1].nbytes)
+        if group.memories:
+            self._saving.add(self.made[-1].block)
         self._held += self._counted[-1]
         if group.host is not None:
             self._leaving.append((weakref.ref(group), group.order))
@@ -177,8 +181,8 @@ class PassTimes:
         return [(made.layer, made.name, made.part) for made in self.made]
 
     def is_complete(self) -> bool:
-        """Whether backward has come to every module, if not to each part of what it saved."""
-        return len({self.made[order].block for order in self.needed}) == (self._blocks or -1)
+        """Whether backward has come to every module that has saved something, if not to each part of that."""
+        return bool(self.needed) and self._saving <= {self.made[order].block for order in self.needed}
 
     def is_replayed(self) -> bool:
         """Whether the graphs of a captured pass have run: one, or one of its forward and one of its backward. Among
@@ -200,7 +204,10 @@ class PassTimes:
             reached[order] = came = max(came, worked(begin, mark))  # clocks of one moment tell any order
         for order, made in enumerate(self.made):
             passed = max(passed, worked(self.started, made.mark))
-            needed = reached[order] if order in reached else max(0.0, worked(begin, first[made.block]))
+            if made.block in first:
+                needed = reached[order] if order in reached else max(0.0, worked(begin, first[made.block]))
+            else:
+                needed = came + LAST_US
             groups.append(made.planned(passed, needed))
         found = OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups))
         return found if self.room is None else replace(found, forward_room=self.room.nbytes, backward_room=self.room.of(

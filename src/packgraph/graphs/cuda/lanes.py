@@ -63,6 +63,10 @@ class CudaLanes:
         self.scope += 1
         self._under_way = []
 
+    def is_outside(self) -> bool:
+        """See Lanes."""
+        return self.scope == 0 and torch.cuda.is_current_stream_capturing()
+
     def host(self, nbytes: int) -> HostMemory:
         """See Lanes."""
         return self._free.take(nbytes)
@@ -110,7 +114,7 @@ class CudaLanes:
         """See Lanes."""
         if not copy.done and copy.scope == self.scope:
             torch.cuda.current_stream(self.device).wait_event(copy.native)
-        copy.done, copy.held = True, []
+        copy.finish()
         self._under_way = [other for other in self._under_way if other is not copy]
 
     def join(self) -> None:

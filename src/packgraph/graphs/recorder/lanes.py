@@ -111,6 +111,10 @@ class EmulatedLanes:
         self.timed: list[TimedCopy] | None = None  # nothing comes into it: there is no device
         self.trial = False
 
+    def is_outside(self) -> bool:
+        """See Lanes. Backwards run in their caller's thread."""
+        return False
+
     def host(self, nbytes: int) -> HostMemory:
         """See Lanes."""
         return self._free.take(nbytes)
@@ -145,7 +149,7 @@ class EmulatedLanes:
     def wait(self, copy: Copy) -> None:
         """See Lanes."""
         self.queues.finish(copy.native)
-        copy.done, copy.held = True, []
+        copy.finish()
         self._under_way.pop(copy.native, None)
 
     def join(self) -> None:

@@ -1,0 +1,251 @@
+"""What autograd saves, and how it asks for it, in all the ways that models do: offloading changes no number."""
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.offload.attach import attach
+from packgraph.offload.engine import Offload
+from packgraph.offload.group import Group
+from packgraph.offload.marks import nowhere
+from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.plan.offload.plan import CopySpeed
+
+NAMES = ("core_attn", "mlp_act")
+
+
+class Marked(nn.Module):
+    """One weight, and a block around `made(hidden)`."""
+
+    def __init__(self, made, size: int = 32, dtype=torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(size, size, dtype=dtype))
+        self.made, self.offload = made, nowhere
+
+    def forward(self, x):
+        with self.offload("core_attn"):
+            return self.made(x.to(self.weight.dtype) @ self.weight)
+
+
+def offloaded(module: nn.Module, late=("out", "back"), **options) -> Offload:
+    engine = Offload(NAMES, EmulatedLanes(set(late)), **{"min_bytes": 1, **options})
+    attach(engine, module)
+    return engine
+
+
+def gradients_of(module: nn.Module, run=lambda module, x: module(x).abs().sum().backward()) -> list[torch.Tensor]:
+    run(module, torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
+    return [parameter.grad for parameter in module.parameters()]
+
+
+class AsksTwice(torch.autograd.Function):
+    """A product whose backward unpacks all that was saved for each thing it needs."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0]
+        w = ctx.saved_tensors[1]
+        return gradient * w, gradient * x
+
+
+@pytest.mark.parametrize(("made", "dtype"), [
+    (lambda h: AsksTwice.apply(h * 2, h.sin()), torch.float32),
+    (lambda h: h.exp() * (h * 2).conj(), torch.complex64),       # a bit of the saved tensor says: conjugate
+    (lambda h: (h * 2).conj().imag * h.real.sin(), torch.complex64),  # and here: negative
+], ids=["asks-twice", "conjugate", "negative"])
+def test_gradients_are_those_without_offloading(made, dtype):
+    plain, moving = Marked(made, dtype=dtype), Marked(made, dtype=dtype)
+    engine = offloaded(moving)
+    for ours, theirs in zip(gradients_of(moving), gradients_of(plain), strict=True):
+        assert torch.equal(ours, theirs)
+    assert engine.trace.bytes > 0
+
+
+def test_another_backward_that_asks_again_is_refused():
+    module = Marked(lambda h: AsksTwice.apply(h * 2, h.sin()))
+    offloaded(module)
+    loss = module(torch.randn(32, 32)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_a_second_part_may_begin_with_what_the_first_has_saved_after_its_backward():
+    """Losses layer by layer: `h` has come back when the second part saves it, so it is new memory for that."""
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+            self.offload = nowhere
+
+        def encode(self, x):
+            with self.offload("core_attn"):
+                return (x @ self.first).tanh()
+
+        def decode(self, h):
+            with self.offload("mlp_act"):
+                return (h @ self.second).sin()
+
+    def run(module, x):
+        h = module.encode(x)
+        h.square().sum().backward()
+        module.decode(h.detach()).sum().backward()
+
+    moving = Two()
+    offloaded(moving)
+    for ours, theirs in zip(gradients_of(moving, run), gradients_of(Two(), run), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("late", [(), ("out",)])
+@pytest.mark.parametrize("postpones", [False, True])
+def test_what_is_changed_in_place_before_its_copy_has_ended_is_refused(late, postpones):
+    """A copy that is not late has read the right numbers here; on a device nobody knows."""
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.offload = nn.Parameter(torch.ones(4)), nowhere
+
+        def forward(self, x):
+            with self.offload("core_attn"):
+                hidden = x * 2
+                out = hidden * self.weight
+            hidden.add_(1)
+            return out.sum()
+
+    module = Changing()
+    offloaded(module, late, postpones=postpones)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        module(torch.arange(4.0)).backward()
+
+
+def test_what_is_changed_after_its_copy_has_ended_does_no_harm():
+    """Two more blocks follow, so that main has waited for the first one's copy."""
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.offload = nn.Parameter(torch.ones(4)), nowhere
+
+        def forward(self, x):
+            with self.offload("core_attn"):
+                hidden = x * 2
+                out = hidden * self.weight
+            with self.offload("mlp_act"):
+                out = out.exp()
+            hidden.add_(1)
+            return out.sum()
+
+    module = Changing()
+    offloaded(module, ("out", "back"), in_flight=1)
+    module(torch.arange(4.0)).backward()
+    expected = torch.arange(4.0) * 2 * (torch.arange(4.0) * 2).exp()
+    assert torch.equal(module.weight.grad, expected)
+
+
+@pytest.fixture
+def no_collections():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_forward_without_backward_gives_its_host_memory_back_at_once(no_collections):
+    module = Marked(lambda h: h.sin() * h.cos().exp())
+    engine = offloaded(module)
+    for _ in range(20):
+        module(torch.randn(32, 32))
+        engine.end_step()
+    assert len(engine.lanes.memories._buffers) == 1
+
+
+def test_what_came_back_for_an_output_that_nobody_used_is_freed_with_it(no_collections, monkeypatch):
+    groups = []
+    begin = Group.__init__
+
+    def noting(self, *arguments, **options):
+        begin(self, *arguments, **options)
+        groups.append(weakref.ref(self))
+
+    monkeypatch.setattr(Group, "__init__", noting)
+    module = Marked(lambda h: (h.sin().sum(), h.cos().exp().sum()))
+    offloaded(module)
+    one, other = module(torch.randn(32, 32))
+    one.backward()
+    assert groups[0]() is not None
+    del one, other
+    assert groups[0]() is None
+
+
+class Stack(nn.Module):
+    """Layers one after the other, each with a block."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(Marked(torch.tanh) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x
+
+
+def every(trace):
+    return plan_by_knobs(trace, CopySpeed(), OffloadKnobs(min_bytes=1))
+
+
+def test_frozen_layers_save_nothing_and_the_others_are_planned_for():
+    module = Stack(4)
+    module.layers[0].requires_grad_(False)
+    engine = offloaded(module, policy=every)
+    gradients_of(module)
+    engine.settle()
+    assert [(group.layer, group.bytes > 0) for group in engine.trace.groups] == [
+        (0, False), (1, True), (2, True), (3, True)]
+    assert engine.plan.moved_bytes > 0
+
+
+def test_what_the_loss_leaves_out_is_needed_last():
+    class Extra(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.extra = Marked(torch.tanh), Marked(torch.exp)
+            self.offload = nowhere
+
+        def forward(self, x):
+            x = self.main(x)
+            with self.offload("mlp_act"):
+                extra = x.exp().cos()
+            return x.sin(), extra
+
+    module = Extra()
+    engine = offloaded(module, policy=every)
+    for _ in range(2):
+        made, _ = module(torch.randn(32, 32))
+        made.sum().backward()
+        engine.end_step()
+    engine.settle()
+    assert [group.name for group in engine.trace.groups] == ["core_attn", "mlp_act"]
+    assert engine.trace.backward_order[-1] == 1
+    made, _ = module(torch.randn(32, 32))
+    made.sum().backward()
+
+
+def test_recomputation_that_a_capture_does_not_know_stays_on_the_device():
+    """In autograd's threads, where a capture's own lanes cannot be found: those of eager work would never be joined."""
+    module = Marked(torch.tanh)
+    engine = offloaded(module)
+    engine.lanes.is_outside = lambda: True
+    gradients_of(module)
+    assert engine._pass is None
