@@ -6,6 +6,7 @@ number, a verification differs) ends with 1. A traceback is shown for our bugs o
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import os
 import signal
 import sys
@@ -111,6 +112,11 @@ def _no_lost_ctrl_c() -> Iterator[None]:
 
 
 def _top_level(words: list[str], commands: list[str]) -> int:
+    near = difflib.get_close_matches(words[0], commands, n=1) if words else []
+    if near:
+        print(f"packgraph: error: no command {words[0]!r}, did you mean {near[0]}? `packgraph --help` lists all",
+              file=sys.stderr)
+        return USER_ERROR
     parser = argparse.ArgumentParser(
         prog="packgraph", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train language models on packed variable-length documents through CUDA graphs.",

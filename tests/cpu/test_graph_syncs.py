@@ -51,11 +51,15 @@ def host_constant(h, x): return h + torch.tensor([1.0] * 6, device=h.device)
 def contains(h, x): return h if 3.0 in x else h * 2
 def f_string(h, x): return h * len(f"{x.sum().item():.1f}")
 def complex_of(h, x): return h * complex(x.sum()).real
+def printed(h, x): return h * len(str(x.mean()))
+def shown(h, x): return h * len(f"{x}")
+def logged(h, x): return h * len(f"{x!r}")
 
 
 UNSAFE = [item, float_of, int_of, tolist, numpy, cpu, branch, negated_branch, conjunction, maximum_of_tensors, range_of,
           nonzero, where_condition, boolean_mask, boolean_assign, masked_select, unique, unique_consecutive, bincount,
-          repeats, equal, one_hot, split_sizes, slicing, host_constant, contains, f_string, complex_of]
+          repeats, equal, one_hot, split_sizes, slicing, host_constant, contains, f_string, complex_of,
+          printed, shown, logged]
 
 
 def long_index(h, x): return h[torch.arange(3) % 2]

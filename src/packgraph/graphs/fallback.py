@@ -76,6 +76,11 @@ class Stats:
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pool_bytes: Callable[[], int] = field(default=int, repr=False)
 
+    def dropped(self, reason: str, count: int) -> None:
+        """Count so many variants that are captured again at their next use."""
+        if count:
+            self.recaptures[reason] += count
+
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pools of all slots hold now."""

@@ -360,7 +360,7 @@ class GraphedModule(Wrapper):
             warnings.warn(f"capturing again: {error}", PackgraphWarning, stacklevel=6)
         if self._may_capture_now():
             self._failed.clear()
-        self.stats.recaptures["module changed"] += self._slots.clear()
+        self.stats.dropped("module changed", self._slots.clear())
         self._buffers_of_gradients = GradientBuffers()
         self._rehearsed.clear()
         self._coded.clear()
@@ -379,14 +379,14 @@ class GraphedModule(Wrapper):
         """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
         if call.key not in slot.variants:
             started = time.perf_counter()
-            self.stats.recaptures["a larger variant took the slot"] += slot.make_room(call.nbytes)
+            self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
             self._compile(call, args, kwargs)
             if call.key not in self._rehearsed:
                 self._rehearsed[call.key] = rehearse(self._program, self._backend, self._observed, args, kwargs)
             variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, self._observed,
                                       self.lends, args, kwargs, self._rehearsed[call.key])
             slot.variants[call.key] = variant
-            self.stats.recaptures["a larger variant took the slot"] += slot.forget_smaller(call.key)
+            self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
             self.stats.captured += len(variant.regions)
             self.stats.capture_seconds += time.perf_counter() - started
         return slot.variants[call.key]

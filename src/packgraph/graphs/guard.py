@@ -40,6 +40,7 @@ def shapes_only(types: Iterable[type]) -> bool:
 
 
 _KEEP = "keep the value on the device, or read it after the step"
+_PRINT = "print it after the step, or run the call under packgraph.eager(...)"
 _SHAPE = "use a static shape: torch.where or masked_fill instead of selecting rows"
 _HOST_READS = {
     "__bool__": ("a Python branch on a tensor", "use torch.where, or take the branch outside the captured stage"),
@@ -52,6 +53,8 @@ _HOST_READS = {
     "__complex__": ("complex(tensor)", _KEEP),
     "__index__": ("a tensor used as a Python index", "index with the tensor itself (index_select, gather)"),
     "__array__": ("numpy reading a tensor", _KEEP),
+    "__repr__": ("printing a tensor", _PRINT),
+    "__format__": ("a tensor in a formatted string", _PRINT),
     "__contains__": ("`in` on a tensor", "compare on the device: (tensor == value).any()"),
 }
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}

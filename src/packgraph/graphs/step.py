@@ -97,14 +97,14 @@ class GraphedStep:
         if call is None:
             return False
         if self._fingerprint is not None and self._fingerprint.changed() is not None:
-            self.stats.recaptures["module changed"] += self._slot.clear()
+            self.stats.dropped("module changed", self._slot.clear())
             self._fingerprint, self._buffers = None, GradientBuffers()
         if call.key in self._slot.variants:
             return True
         if call.key in self._failed or len(self._slot.variants) >= self.limit:
             return False
         self._fingerprint = self._fingerprint or Fingerprint(self.modules)
-        self.stats.recaptures["a larger variant took the slot"] += self._slot.make_room(call.nbytes)
+        self.stats.dropped("a larger variant took the slot", self._slot.make_room(call.nbytes))
         started = time.perf_counter()
         failed: CaptureError | None = None
         try:
@@ -117,7 +117,7 @@ class GraphedStep:
             if call.key in self._slot.variants:  # it is another rank that failed
                 self._slot.variants.pop(call.key).reset()
             raise failed
-        self.stats.recaptures["a larger variant took the slot"] += self._slot.forget_smaller(call.key)
+        self.stats.dropped("a larger variant took the slot", self._slot.forget_smaller(call.key))
         self.stats.captured += 1
         self.stats.capture_seconds += time.perf_counter() - started
         return True

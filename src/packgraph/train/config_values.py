@@ -107,6 +107,8 @@ def _convert_capacity(value: Any) -> Capacity:
         if isinstance(value, Mapping):
             return Capacity(**value)
     except (ValueError, TypeError) as error:
+        if isinstance(value, str) and not all(part.isdigit() for part in value.lower().split("x")):
+            raise ValueProblem(f"expected {describe(Capacity)}, got {value!r}") from error
         raise ValueProblem(f"not a capacity: {value!r}: {error}") from error
     raise ValueProblem(f"expected {describe(Capacity)}, got {value!r}")
 

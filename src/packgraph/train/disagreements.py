@@ -84,7 +84,11 @@ def _expert_problems(config: TrainConfig) -> list[str]:
     """What keeps experts from being shared, and stages of them from being captured, as asked."""
     experts, parallel, graph = config.model.experts, config.parallel, config.graph
     if not experts.enabled:
-        return [f"parallel.ep = {parallel.ep} shares experts, but model.experts.count is 0"] if parallel.ep > 1 else []
+        way = parallel.dispatcher
+        idle = {f"parallel.ep = {parallel.ep} shares experts": parallel.ep > 1,
+                f"parallel.dispatcher = {way} is how tokens get to experts": way != "auto",
+                f"parallel.expert_stash = {parallel.expert_stash} is what experts keep": parallel.expert_stash > 0}
+        return [f"{text}, but model.experts.count is 0" for text, asked in idle.items() if asked]
     waits = parallel.dispatcher_name == "host_splits"
     named = sorted(expand_scope(graph.scope) & set(MOE_STAGES) - {"moe_router"}) if graph.scope is not None else []
     problems = {

@@ -119,8 +119,6 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
         for note in prepared.notes:
             view.note(note)
-        for note in notes:
-            view.note(f"attention: {note}")
         trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh)
         view.note(f"attention by {trainer.attention}")
         if isinstance(offloading := trainer.executor.prepare, Offloading):
@@ -128,6 +126,8 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
         try:
             if config.run.resume:
                 trainer.resume()
+                for note in notes if trainer.step < config.run.steps else ():
+                    view.note(f"note: {note}")
             summary = trainer.run(stop)
         finally:
             trainer.close()

@@ -1,5 +1,6 @@
 """`packgraph plan DATA`: the buckets for the documents of a run, and what they will cost. Nothing is run."""
 import argparse
+import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,10 @@ def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         own, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError([str(error)]) from error
+    for word in rest:
+        near = difflib.get_close_matches(word.partition("=")[0], ("--batch", "--json"), n=1, cutoff=0.8)
+        if near and "." not in word:
+            raise ConfigError([f"{word}: unknown option, did you mean {near[0]}?"])
     if own.batch is not None and own.batch < 1:
         raise ConfigError([f"--batch must be at least 1, got {own.batch}"])
     return own, rest
@@ -102,5 +107,7 @@ def _title(config: TrainConfig, lengths: Lengths, request: BucketRequest) -> str
     some = "" if lengths.read == lengths.total else f" (a sample of {lengths.read:,} of {lengths.total:,})"
     how = (f"{request.policy.documents} packed at a time" if request.policy.batches
            else f"{request.policy.documents} wait to be combined")
-    return (f"{source}{some}: {histogram.documents:,} documents of {histogram.lengths[0]} to {histogram.longest:,} "
+    if histogram.documents == 1:
+        return f"{source}{some}: 1 document of {histogram.longest:,} tokens; {how}"
+    return (f"{source}{some}: {histogram.documents:,} documents of {histogram.lengths[0]:,} to {histogram.longest:,} "
             f"tokens, half of them up to {histogram.quantile(0.5):,}, mean {histogram.mean:,.0f}; {how}")

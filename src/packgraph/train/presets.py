@@ -116,8 +116,9 @@ PRESETS: dict[str, Callable[[], TrainConfig]] = {
 
 
 def preset(name: str) -> TrainConfig:
-    """The preset called `name`. Raises ConfigError naming the nearest one."""
+    """The preset called `name`. Raises ConfigError naming all, and the one that was probably meant."""
     if name in PRESETS:
         return PRESETS[name]()
-    near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-    raise ConfigError([f"unknown preset {name!r}, did you mean {near}? Known: {', '.join(PRESETS)}"])
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    meant = f", did you mean {near[0]}?" if near else "."
+    raise ConfigError([f"unknown preset {name!r}{meant} Known: {', '.join(PRESETS)}"])

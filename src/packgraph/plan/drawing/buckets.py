@@ -6,7 +6,15 @@ from packgraph.plan.buckets.cost import GIBIBYTE
 from packgraph.plan.buckets.packing import PackedRows
 from packgraph.plan.buckets.sets import Fills
 
+FEWEST_ROWS = 10  # held out, of which a share is told
 HEADER = ("bucket", "rows", "tokens used", "documents used", "pool")
+
+
+def _held_out(unseen: PackedRows) -> str:
+    """Nothing where too few rows were held out to say something."""
+    if unseen.rows < FEWEST_ROWS:
+        return ""
+    return f"{unseen.padding:.2%} in {unseen.rows:,} rows of documents that were held out; "
 
 
 def describe_plan(plan: BucketPlan, unseen: PackedRows) -> str:
@@ -15,8 +23,8 @@ def describe_plan(plan: BucketPlan, unseen: PackedRows) -> str:
     cost = request.cost
     lines = [
         *_aligned([HEADER, *_table(plan)]), "",
-        f"padding   {plan.sample.padding:.2%} of the places for tokens; {unseen.padding:.2%} in {unseen.rows:,} rows "
-        f"of documents that were held out; {plan.alone.padding:.2%} with the largest bucket alone",
+        f"padding   {plan.sample.padding:.2%} of the places for tokens; {_held_out(unseen)}"
+        f"{plan.alone.padding:.2%} with the largest bucket alone",
         f"time      {plan.above_bound:.1%} above rows in shapes of their own, by the model of costs; "
         f"{plan.alone.above_bound(cost):.1%} with the largest bucket alone",
         f"memory    {plan.memory_bytes / GIBIBYTE:.2f} GiB predicted: {_count(request.slots, 'slot')} with a pool of "

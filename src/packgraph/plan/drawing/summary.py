@@ -18,7 +18,8 @@ def summarize(picture: Picture, slots: tuple[tuple[int, ...], ...]) -> str:
     lines = [*_aligned(table), "",
              f"steady memory  {_count(most, 'slot')} on the fullest rank, whatever the number of microbatches",
              "               " + (f"= activations of {most * largest:,} tokens in one chunk; " if largest else "")
-             + f"one slot per microbatch and chunk would be {every} here",
+             + (f"one slot per microbatch and chunk would be {every} here" if every > most else
+                f"these microbatches use {max(used)}"),
              f"bubble         {picture.timeline.bubble_share:.1%} of the ranks' time is waiting"
              f" (a backward counts as two forwards{', both by their tokens' if largest else ''})"]
     if picture.buckets:

@@ -60,8 +60,9 @@ class JsonLinesSource:
         except UnicodeDecodeError as error:
             raise DataError(f"{where}: not UTF-8 (byte {error.start}: {error.reason})") from error
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}; every line must be one JSON "
-                            'object, such as {"text": "..."}') from error
+            what = error.msg.removesuffix(" at")
+            raise DataError(f"{where}: not JSON: {what} at column {error.colno}; every line must be one JSON object, "
+                            'such as {"text": "..."}') from error
         except RecursionError as error:
             raise DataError(f"{where}: nested too deeply for a document") from error
         if not isinstance(row, dict):
