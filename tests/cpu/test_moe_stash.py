@@ -4,6 +4,7 @@ import torch
 from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offloadkit import AsksTwice
 from stashkit import COLUMNS, INNER, Experts, free_pages, make_expert_toy, poison_pages
 from torch import nn
 
@@ -354,21 +355,6 @@ def test_errors_say_what_to_do():
     x = torch.randn(32, 8, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"width 8.*has pages for 0"), stash.saving(torch.tensor([3]), 32):
         x.exp()
-
-
-class AsksTwice(torch.autograd.Function):
-    """A product whose backward unpacks all that was saved for each thing it needs."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0]
-        w = ctx.saved_tensors[1]
-        return gradient * w, gradient * x
 
 
 @pytest.mark.parametrize("measures", [True, False])

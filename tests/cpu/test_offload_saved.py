@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from offloadkit import AsksTwice
 from torch import nn
 
 from packgraph.graphs.recorder.lanes import EmulatedLanes
@@ -40,21 +41,6 @@ def offloaded(module: nn.Module, late=("out", "back"), **options) -> Offload:
 def gradients_of(module: nn.Module, run=lambda module, x: module(x).abs().sum().backward()) -> list[torch.Tensor]:
     run(module, torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
     return [parameter.grad for parameter in module.parameters()]
-
-
-class AsksTwice(torch.autograd.Function):
-    """A product whose backward unpacks all that was saved for each thing it needs."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0]
-        w = ctx.saved_tensors[1]
-        return gradient * w, gradient * x
 
 
 @pytest.mark.parametrize(("made", "dtype"), [
