@@ -6,7 +6,9 @@ import pytest
 import torch
 from offloadkit import AsksTwice
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from packgraph.graphs.recorder import lanes as recorder_lanes
 from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import Offload
@@ -228,10 +230,98 @@ def test_what_the_loss_leaves_out_is_needed_last():
     made.sum().backward()
 
 
+class Checkpointed(nn.Module):
+    """Layers under checkpoints, each with something to save before, within and after its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        for layer in self.layers:
+            layer.offload = nowhere
+
+    def one(self, layer, x):
+        h = x.sin()
+        with layer.offload("mlp_act"):
+            h = layer(h).sin().tanh()
+        return h.cos()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(self.one, layer, x, use_reentrant=False)
+        return x
+
+
 def test_recomputation_that_a_capture_does_not_know_stays_on_the_device():
-    """In autograd's threads, where a capture's own lanes cannot be found: those of eager work would never be joined."""
-    module = Marked(torch.tanh)
+    """In autograd's threads, where a capture's own lanes cannot be found: those of eager work would never be joined.
+    Its blocks have hooks all the same, or a checkpoint would take what they save for something else."""
+    moving = Checkpointed()
+    engine, passes = offloaded(moving), []
+    engine.lanes.is_outside = lambda: torch._C._current_graph_task_id() >= 0
+    begin = engine._begin
+    engine._begin = lambda lanes: passes.append(torch._C._current_graph_task_id() >= 0) or begin(lanes)
+    for ours, theirs in zip(gradients_of(moving), gradients_of(Checkpointed()), strict=True):
+        assert torch.equal(ours, theirs)
+    assert passes == [False], "none in the backward"
+
+
+def test_a_reload_that_nobody_came_for_writes_to_memory_that_is_still_its_own(monkeypatch, no_collections):
+    gone = []
+    copy = recorder_lanes.copy_back
+
+    def noting(targets, places):
+        gone.append(sum(target is None for target in targets))
+        copy(targets, places)
+
+    monkeypatch.setattr(recorder_lanes, "copy_back", noting)
+    module = Stack(4)
     engine = offloaded(module)
-    engine.lanes.is_outside = lambda: True
-    gradients_of(module)
-    assert engine._pass is None
+    loss = module(torch.randn(32, 32)).sum()
+    torch.autograd.grad(loss, list(module.layers[2:].parameters()))
+    del loss
+    engine.end_step()
+    assert len(gone) == 3 and not any(gone)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_came_back_is_gone_after_the_backward(keeps, monkeypatch, no_collections):
+    brought = []
+    back = EmulatedLanes.back
+
+    def noting(self, host, targets):
+        brought.extend(weakref.ref(target.untyped_storage()) for target in targets)
+        return back(self, host, targets)
+
+    monkeypatch.setattr(EmulatedLanes, "back", noting)
+    module = Stack(4)
+    offloaded(module)
+    loss = module(torch.randn(32, 32)).sum()
+    loss.backward(retain_graph=keeps)
+    assert brought and all(storage() is None for storage in brought)
+
+
+def test_only_who_reads_what_was_changed_is_refused():
+    """Parts of one memory that count their changes apart."""
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight, self.offload = nn.Parameter(torch.randn(32, 96)), nowhere
+
+        def forward(self, x):
+            with self.offload("core_attn"):
+                q, k, v = (x @ self.weight).unsafe_chunk(3, 1)
+                made = q.sin() + v.sin(), k.sin()
+            k.mul_(2)
+            return made
+
+    module, plain = Parts(), Parts()
+    offloaded(module)
+
+    def run(module, x):
+        module(x)[0].sum().backward()
+
+    for ours, theirs in zip(gradients_of(module, run), gradients_of(plain, run), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        module(torch.randn(32, 32))[1].sum().backward()

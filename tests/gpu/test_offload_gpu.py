@@ -138,8 +138,10 @@ class Recomputed(torch.nn.Module):
             layer.offload = nowhere
 
     def one(self, layer, x):
+        h = x.sin()  # saved outside of the block, so that there is something to compute again
         with layer.offload("mlp_act"):
-            return layer(x).sin().tanh()
+            h = layer(h).sin().tanh()
+        return h.cos()
 
     def forward(self, x):
         for layer in self.layers:

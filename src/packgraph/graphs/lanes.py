@@ -30,7 +30,8 @@ SMALLEST_ARENA, LARGEST_ARENA = 1 << 20, 1 << 30
 @dataclass(eq=False)
 class Copy:
     """One copy that was queued. lane: `out` or `back`. scope: the capture it belongs to. held: its sources, until main
-    has waited for it. done: whether main has. native: what the lanes know it by. left: called when main has waited."""
+    has waited for it, or targets that nobody else has any more. done: whether main has. native: what the lanes know it
+    by. left: called when main has waited."""
 
     lane: str
     scope: int
@@ -40,7 +41,7 @@ class Copy:
     left: Callable[[], None] | None = None
 
     def finish(self) -> None:
-        """Main has waited: the sources are given back."""
+        """Main has waited: what was held is given back."""
         left, self.left = self.left, None
         self.done, self.held = True, []
         if left is not None:

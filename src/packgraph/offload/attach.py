@@ -40,7 +40,7 @@ def attach(engine: Offload | None, chunk: nn.Module) -> list[int]:
 
     A layer is what stands under a number in the names of modules (`layers.7`), beside others of its kind; everything in
     it with an attribute `offload` gets its mark. Where two have the same number (`encoder.layers.0`,
-    `decoder.layers.0`) all are numbered in the order of their names. Graphs of the chunk are captured again. A layer
+    `decoder.layers.0`) all are numbered in the order of the chunk. Graphs of the chunk are captured again. A layer
     that a forward uses several times begins a pass with each use. Raises ValueError when there is no such module.
     """
     named = dict(owners(chunk))

@@ -180,7 +180,9 @@ class Offload:
         """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
         lanes = captured_lanes() or self.lanes
         if lanes.is_outside():  # what a backward computes again in a thread of its own needs no way to the host
-            yield
+            # With hooks all the same: a checkpoint counts what no hooks inside it take, here as in its forward.
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+                yield
             return
         # In the rehearsal, where there is one: clocks of a device cannot be read inside a capture. What is compiled
         # ahead of the first pass comes by here without a trace.
@@ -312,7 +314,8 @@ class Offload:
                 self._captured.append(times)
         elif times.is_complete():
             self._times = times if self._times is None or times.nbytes >= self._times.nbytes else self._times
-        elif self._partial is None or times.nbytes >= self._partial.nbytes:
+        elif self._times is None and times is not self._partial and (
+                self._partial is None or times.nbytes >= self._partial.nbytes):
             self._partial = times
 
     def _find_held(self, now: Pass) -> None:

@@ -18,13 +18,14 @@ host memory goes back to the lanes, and what was brought back for nobody is free
 """
 import weakref
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from packgraph.graphs.given import Given
 from packgraph.graphs.lanes import Copy, HostMemory, Lanes, aligned
 from packgraph.graphs.parameters import local_tensor
 
@@ -37,7 +38,7 @@ class Memory:
     place: number of the save, among all of its block, that brought it in: the same in every pass, however it is cut.
     device: uint8 [n], until commit. moved: whether it did. restored: what was brought back, while a handle needs it.
     waiting: handles that have not been asked for. handles: all of them, of later groups, too. watched: while it is on
-    its way, what was saved, with the count of its changes. changed: whether it was meanwhile.
+    its way, what was saved by which handle.
     """
 
     def __init__(self, group: "Group", tensor: Tensor, place: int) -> None:
@@ -49,8 +50,7 @@ class Memory:
         self.storage = weakref.ref(storage)
         self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         self.restored: Tensor | None = None
-        self.watched: list[tuple[Tensor, int]] = []
-        self.changed = False
+        self.watched: list[tuple[weakref.ref[Handle], Tensor]] = []
 
     @property
     def group(self) -> "Group":
@@ -72,8 +72,11 @@ class Memory:
 
     def left(self) -> None:
         """Main has waited for its copy."""
-        self.changed = any(tensor._version != version for tensor, version in self.watched)
-        self.watched = []
+        watched, self.watched = self.watched, []
+        for reference, tensor in watched:
+            handle = reference()
+            if handle is not None:
+                handle.changed = tensor._version != handle.version
 
     def is_held(self) -> bool:
         """Whether somebody else holds it, so that moving frees nothing. Our references are the tensor of every handle
@@ -92,7 +95,8 @@ class Memory:
 class Handle:
     """What autograd holds in place of a saved tensor. home: the group of its memory, an earlier one perhaps. kept: the
     tensor itself, where its memory stays. placed: of a DTensor, how its local part, which is what all else speaks of,
-    lies on the mesh. given: what came back, and in which backward: the same one may ask again."""
+    lies on the mesh. asked: whether a backward has. given: what came back for it. changed: whether it was written to
+    while its memory was copied."""
 
     group: "Group"
     home: "Group"
@@ -104,7 +108,9 @@ class Handle:
     version: int
     kept: Tensor | None
     placed: dict[str, Any] | None
-    given: tuple[int, Tensor] | None = None
+    asked: bool = False
+    given: Given = field(default_factory=Given)
+    changed: bool = False
 
     def back(self) -> Tensor:
         """The tensor. Raises RuntimeError when it was changed in place, or is asked for when it is gone."""
@@ -115,21 +121,21 @@ class Handle:
             if self.kept._version != self.version:
                 raise self._was_changed()
             return self._placed(self.kept)
-        backward = torch._C._current_graph_task_id()
-        if self.given is not None and self.given[0] == backward:
-            return self._placed(self.given[1])
+        again = self.given.again()
+        if again is not None:
+            return self._placed(again)
         whole = self.home.bring(memory)
-        if memory.changed:
+        if self.changed:
             raise self._was_changed()
-        if self.given is None:
+        if not self.asked:
+            self.asked = True
             memory.waiting -= 1
         if memory.waiting == 0:
             memory.restored = None
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             tensor = torch.empty(0, dtype=self.dtype, device=whole.device)
             tensor = tensor.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
-        self.given = backward, tensor
-        return self._placed(tensor)
+        return self._placed(self.given.keep(tensor))
 
     def _was_changed(self) -> RuntimeError:
         return RuntimeError(f"a tensor of shape {self.size} that {self.group.name} of layer {self.group.layer} saved "
@@ -183,6 +189,8 @@ class Group:
         handle = Handle(self, memory.group, memory, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
                         tuple(tensor.stride()), tensor._version, None if memory.moved else tensor, placed)
         memory.handles.append(weakref.ref(handle))
+        if memory.moved and not memory.group.has_left():
+            memory.watched.append((memory.handles[-1], tensor))
         if memory.group is self:
             self._handles.append(memory.handles[-1])
         return handle
@@ -237,7 +245,7 @@ class Group:
             memory.moved = True
         for handle in self._living():
             if handle.memory.moved and handle.kept is not None:
-                handle.memory.watched.append((handle.kept, handle.version))
+                handle.memory.watched.append((weakref.ref(handle), handle.kept))
                 handle.kept = None
         host = self.host = self.lanes.host(sum(aligned(memory.nbytes) for memory in moving))
 
@@ -307,6 +315,8 @@ class Group:
     def __del__(self) -> None:
         if self.host is not None:  # a forward without backward
             self.lanes.give_back(self.host)
+        if self.copy_back is not None and not self.copy_back.done:  # nobody came for it: it may still be written
+            self.copy_back.held = [memory.restored for memory in self.moved if memory.restored is not None]
 
 
 def unpack(packed: Any) -> Tensor:

@@ -59,7 +59,7 @@ def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError([str(error)]) from error
     for word in rest:
         near = difflib.get_close_matches(word.partition("=")[0], ("--batch", "--json"), n=1, cutoff=0.8)
-        if near and "." not in word:
+        if near and word.startswith("--"):
             raise ConfigError([f"{word}: unknown option, did you mean {near[0]}?"])
     if own.batch is not None and own.batch < 1:
         raise ConfigError([f"--batch must be at least 1, got {own.batch}"])

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from packgraph.graphs.given import Given
 from packgraph.moe.stash.ops import put, take
 from packgraph.moe.stash.pages import Pages
 
@@ -133,25 +134,26 @@ class _Saved:
 
 
 class _Handle:
-    """What autograd holds in place of a saved tensor: the columns [first, first + width) of what is stashed. given:
-    what came back, and in which backward: the same one may ask again."""
+    """What autograd holds in place of a saved tensor: the columns [first, first + width) of what is stashed. asked:
+    whether a backward has. given: what came back for it."""
 
     def __init__(self, block: Block, saved: _Saved, number: int, tensor: Tensor) -> None:
         self.block, self.saved, self.number = block, saved, number
         self.first, self.width = tensor.storage_offset() % tensor.stride(0), tensor.shape[1]
-        self.given: tuple[int, Tensor] | None = None
+        self.asked, self.given = False, Given()
 
     def back(self) -> Tensor:
         """The tensor, in the layout it had. Raises RuntimeError when its pages are gone."""
-        backward = torch._C._current_graph_task_id()
-        if self.given is None or self.given[0] != backward:
-            if self.given is not None and not self.block.waiting:
-                raise RuntimeError("backward through stashed tensors a second time: their pages went back to the pool "
-                                   "after the first (retain_graph=True has no effect on a stash). Add the losses "
-                                   "before backward, or run the forward again")
-            rows = self.saved.back(self.block.done(self.number))
-            self.given = backward, rows.narrow(1, self.first, self.width)
-        return self.given[1]
+        again = self.given.again()
+        if again is not None:
+            return again
+        if self.asked and not self.block.waiting:
+            raise RuntimeError("backward through stashed tensors a second time: their pages went back to the pool "
+                               "after the first (retain_graph=True has no effect on a stash). Add the losses before "
+                               "backward, or run the forward again")
+        self.asked = True
+        rows = self.saved.back(self.block.done(self.number))
+        return self.given.keep(rows.narrow(1, self.first, self.width))
 
 
 def _has_whole_rows(tensor: Tensor) -> bool:
