@@ -107,7 +107,7 @@ def test_auto_is_written_as_it_is_read() -> None:
         config = read_config(base, [Layer("command line", {"graph": {"capacities": given}}, text=True)])
         assert config.graph.capacities == capacities
         assert read_config(base, [Layer("file", to_dict(config))]) == config
-    with pytest.raises(ConfigError, match=r"--graph.capacities: not a capacity: 'automatic'.*\(or `auto`\)"):
+    with pytest.raises(ConfigError, match=r"--graph.capacities: expected TOKENSxDOC.*, got 'automatic' \(or `auto`\)"):
         read_config(base, [Layer("command line", {"graph": {"capacities": "automatic"}}, text=True)])
 
 

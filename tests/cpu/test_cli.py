@@ -62,7 +62,8 @@ def test_train_help_lists_every_option_of_the_preset(capsys: pytest.CaptureFixtu
 
 
 def test_mistakes_are_refused_in_one_block(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "invalid choice: 'trian'" in refused(capsys, "trian")
+    assert "no command 'trian', did you mean train?" in refused(capsys, "trian")
+    assert "invalid choice: 'xyz'" in refused(capsys, "xyz")
     assert "which preset?" in refused(capsys, "train")
     assert "did you mean qwen3-tiny?" in refused(capsys, "train", "qwen-tiny")
     assert "'extra': not expected here" in refused(capsys, "train", "qwen3-tiny", "extra")

@@ -6,7 +6,7 @@ from packgraph.plan.buckets.cost import GIBIBYTE
 from packgraph.plan.buckets.packing import PackedRows
 from packgraph.plan.buckets.sets import Fills
 
-FEWEST_ROWS = 10  # held out, of which a share is told
+FEWEST_ROWS = 2  # held out, of which a share is told
 HEADER = ("bucket", "rows", "tokens used", "documents used", "pool")
 
 
