@@ -145,7 +145,7 @@ class Recomputed(torch.nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = checkpoint(self.one, layer, x, use_reentrant=False)
+            x = checkpoint(self.one, layer, x, use_reentrant=False, preserve_rng_state=False)
         return x
 
 

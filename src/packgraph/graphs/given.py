@@ -38,4 +38,3 @@ class Given:
 def _backward() -> int:
     """Number of the backward that is running, negative outside of one."""
     return torch._C._current_graph_task_id()
-
