@@ -6,7 +6,6 @@ from packgraph.graphs.fallback import Stats
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["trian", "qwen3-tiny"], "no command 'trian', did you mean train?"),
     (["train", "qwen3-tinny"], "unknown preset 'qwen3-tinny', did you mean qwen3-tiny? Known: "),
     (["train", "foo"], "unknown preset 'foo'. Known: "),
     (["train", "qwen3-tiny", "--graph.capacities", "foo"], "expected "),

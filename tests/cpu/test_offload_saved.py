@@ -95,46 +95,43 @@ def test_a_second_part_may_begin_with_what_the_first_has_saved_after_its_backwar
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("late", [(), ("out",)])
-@pytest.mark.parametrize("postpones", [False, True])
-def test_what_is_changed_in_place_before_its_copy_has_ended_is_refused(late, postpones):
-    """A copy that is not late has read the right numbers here; on a device nobody knows."""
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.offload = nn.Parameter(torch.ones(4)), nowhere
+class Changing(nn.Module):
+    """Changes in place what its product has saved: within the block, after it, or after the next one, at whose end main
+    has waited for the first one's copy if one may be in flight."""
 
-        def forward(self, x):
-            with self.offload("core_attn"):
-                hidden = x * 2
-                out = hidden * self.weight
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.weight, self.offload, self.when = nn.Parameter(torch.ones(4)), nowhere, when
+
+    def forward(self, x):
+        with self.offload("core_attn"):
+            hidden = x * 2
+            out = hidden * self.weight
+            if self.when == "within":
+                hidden.add_(1)
+        if self.when == "after":
             hidden.add_(1)
-            return out.sum()
+        with self.offload("mlp_act"):
+            out = out.exp()
+        if self.when == "later":
+            hidden.add_(1)
+        return out.sum()
 
-    module = Changing()
-    offloaded(module, late, postpones=postpones)
+
+@pytest.mark.parametrize("options", [{}, {"postpones": True}, {"measures": True}], ids=["moves", "postpones", "stays"])
+@pytest.mark.parametrize("late", [(), ("out",), ("back",)])
+@pytest.mark.parametrize("when", ["within", "after"])
+def test_what_is_changed_in_place_before_its_copy_has_ended_is_refused(when, late, options):
+    """A copy that is not late has read the right numbers here; on a device nobody knows."""
+    module = Changing(when)
+    offloaded(module, late, **options)
     with pytest.raises(RuntimeError, match="changed in place"):
         module(torch.arange(4.0)).backward()
 
 
 def test_what_is_changed_after_its_copy_has_ended_does_no_harm():
-    """Two more blocks follow, so that main has waited for the first one's copy."""
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.offload = nn.Parameter(torch.ones(4)), nowhere
-
-        def forward(self, x):
-            with self.offload("core_attn"):
-                hidden = x * 2
-                out = hidden * self.weight
-            with self.offload("mlp_act"):
-                out = out.exp()
-            hidden.add_(1)
-            return out.sum()
-
-    module = Changing()
-    offloaded(module, ("out", "back"), in_flight=1)
+    module = Changing("later")
+    offloaded(module, in_flight=1)
     module(torch.arange(4.0)).backward()
     expected = torch.arange(4.0) * 2 * (torch.arange(4.0) * 2).exp()
     assert torch.equal(module.weight.grad, expected)

@@ -313,7 +313,8 @@ class Offload:
             if times.is_complete() and times not in self._captured:
                 self._captured.append(times)
         elif times.is_complete():
-            self._times = times if self._times is None or times.nbytes >= self._times.nbytes else self._times
+            if self._times is None or times.nbytes >= self._times.nbytes:
+                self._times = times
         elif self._times is None and times is not self._partial and (
                 self._partial is None or times.nbytes >= self._partial.nbytes):
             self._partial = times
