@@ -1,5 +1,7 @@
 """What a backward needs beside the groups is measured; memory is given back where the plan says, after its copy."""
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -117,6 +119,26 @@ def test_passes_are_traced_for_good_only_where_a_plan_will_end_it(policy, looks)
     made = engine.Offload([], lanes, policy=(lambda trace: None) if policy else None)
     traced = [made._begin(lanes).times is not None for _ in range(engine.LOOKS + 4)]
     assert sum(traced) == looks and traced[0]
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+def test_garbage_goes_before_memory_is_looked_at(is_looked_at, monkeypatch):
+    """A large model of before that is collected within a traced pass leaves rooms that are not there."""
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    if is_looked_at:
+        monkeypatch.setattr(EmulatedLanes, "memory", lambda self: DeviceMemory(0, 0))
+    gc.collect()
+    gc.disable()
+    try:
+        living = weakref.ref(Cycle())
+        assert living() is not None
+        train(config(), DENSE, counts=(1,))
+        assert (living() is None) == is_looked_at
+    finally:
+        gc.enable()
 
 
 def test_nobody_knows_without_an_allocator():

@@ -1,5 +1,6 @@
 """Offloading on CUDA: bitwise what stays, with slow copies; nothing waits; memory falls by what was planned."""
 import dataclasses
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -220,6 +221,26 @@ def test_a_run_that_plans_by_its_graphs_is_bitwise_one_that_does_not_offload(gra
         run.close()
     assert run.executor.prepare.planned_by == "graphs" and len(plans) == 2
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("modules", [(), INNER])
+def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules):
+    free_unused(CUDA)
+    before, gone = torch.cuda.memory_allocated(), pinned_bytes(CUDA)
+    gc.disable()
+    try:
+        graphed, engine, arguments = warmed(settings(), modules, capacity=Capacity(256, 4), device=CUDA,
+                                            dtype=torch.bfloat16, **({"min_bytes": 1} if modules else {}))
+        graphed(*arguments).backward()
+        assert graphed.stats.captured
+        workspaces = graphed.capture_backend.workspaces.nbytes()
+        graphed.close()
+        del graphed, engine, arguments
+        torch.cuda.synchronize()
+        torch._C._host_emptyCache()
+        assert torch.cuda.memory_allocated() - before <= workspaces and pinned_bytes(CUDA) == gone
+    finally:
+        gc.enable()
 
 
 def test_the_pool_falls_by_what_the_plan_says():

@@ -135,26 +135,27 @@ class HostEffects:
         self._seeds = [generator.initial_seed() for generator in self._generators]
 
     def _contents(self) -> list[_Content]:
-        found: list[_Content] = []
-        seen: set[int] = set()
-
-        def note(container: Any, prefix: str, owner: torch.nn.Module, attribute: str | None) -> None:
-            if id(container) in seen:
-                return
-            seen.add(id(container))
-            found.append(_Content(container, _copy(container), prefix, owner, attribute))
-            if isinstance(container, dict):
-                for name, value in container.items():
-                    if _is_container(value):
-                        note(value, prefix, owner, name if attribute is None else attribute)
-            else:
-                for value in container:
-                    if _is_container(value):
-                        note(value, prefix, owner, attribute)
-
+        found: dict[int, _Content] = {}
         for prefix, owner in owners(self.module):
-            note(vars(owner), prefix, owner, None)
-        return found
+            _note(found, vars(owner), prefix, owner, None)
+        return list(found.values())
+
+
+def _note(found: dict[int, _Content], container: Any, prefix: str, owner: torch.nn.Module, attribute: str | None
+          ) -> None:
+    """Add `container` and those in it. No function of a method: one that calls itself is a cycle, which would keep all
+    that was found, parameters with it, until Python collects garbage."""
+    if id(container) in found:
+        return
+    found[id(container)] = _Content(container, _copy(container), prefix, owner, attribute)
+    if isinstance(container, dict):
+        for name, value in container.items():
+            if _is_container(value):
+                _note(found, value, prefix, owner, name if attribute is None else attribute)
+    else:
+        for value in container:
+            if _is_container(value):
+                _note(found, value, prefix, owner, attribute)
 
 
 class ObservedProgram(Program):

@@ -148,14 +148,14 @@ def static_gradient(window: Window, gradient: torch.Tensor) -> Static:
 def module_generators(module: torch.nn.Module) -> list[torch.Generator]:
     """The random generators that the module or its submodules hold, as attributes or in containers, each once."""
     found: dict[int, torch.Generator] = {}
-
-    def look(value: Any, above: tuple[int, ...]) -> None:
-        if isinstance(value, torch.Generator):
-            found[id(value)] = value
-        elif isinstance(value, list | tuple | dict) and id(value) not in above:
-            for entry in value.values() if isinstance(value, dict) else value:
-                look(entry, (*above, id(value)))
-
     for owner in module.modules():
-        look(vars(owner), ())
+        _look(found, vars(owner), ())
     return list(found.values())
+
+
+def _look(found: dict[int, torch.Generator], value: Any, above: tuple[int, ...]) -> None:
+    if isinstance(value, torch.Generator):
+        found[id(value)] = value
+    elif isinstance(value, list | tuple | dict) and id(value) not in above:
+        for entry in value.values() if isinstance(value, dict) else value:
+            _look(found, entry, (*above, id(value)))

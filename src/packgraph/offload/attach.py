@@ -1,7 +1,8 @@
 """Giving an engine to the layers of a chunk: every module with a mark `offload` gets one that knows its layer."""
 import contextlib
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,16 +10,23 @@ from torch import Tensor, nn
 
 from packgraph.graphs.fingerprint import owners
 from packgraph.offload.engine import Offload
-from packgraph.offload.marks import nowhere
+from packgraph.offload.marks import Mark, nowhere
 
 WHOLE = "layer"  # all that a compiled layer saves
 
 
 class LayerMark:
-    """The mark of one layer. Code that torch.compile traces passes it by: there the whole piece is one group."""
+    """The mark of one layer, whose modules hold it, so it holds them weakly: a model that nobody has any more goes at
+    once. Code that torch.compile traces passes it by: there the whole piece is one group."""
 
     def __init__(self, engine: Offload, number: int, layer: nn.Module) -> None:
-        self.engine, self.number, self._layer = engine, number, [layer]
+        self.engine, self.number, self._layer = engine, number, weakref.ref(layer)
+        self._marked = weakref.WeakSet[nn.Module]()
+
+    def give(self, module: nn.Module) -> None:
+        """Let `module`, which lies in the layer, speak through this mark."""
+        self._marked.add(module)
+        vars(module)["offload"] = self
 
     def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
         """The block of the group `name`, see `marks.Mark`."""
@@ -27,12 +35,18 @@ class LayerMark:
             return contextlib.nullcontext()
         return self.engine.group(name, self.number, self._stays, leave)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of a module has no engine."""
-        return nowhere
+    def __reduce__(self) -> tuple[Callable[[], Mark], tuple[()]]:
+        """A copy of a module has no engine, and neither has what is read from a file."""
+        return _unmarked, ()
 
     def _stays(self) -> Sequence[Tensor]:
-        return [*self._layer[0].parameters(), *self._layer[0].buffers()]
+        layer = self._layer()
+        holders = [layer] if layer is not None else list(self._marked)  # taken out of a layer that is gone
+        return [tensor for holder in holders for tensor in (*holder.parameters(), *holder.buffers())]
+
+
+def _unmarked() -> Mark:
+    return nowhere
 
 
 def attach(engine: Offload | None, chunk: nn.Module) -> list[int]:
@@ -50,10 +64,13 @@ def attach(engine: Offload | None, chunk: nn.Module) -> list[int]:
                          "be moved")
     layers = layer_names(list(marked))
     numbers = layer_numbers(layers)
-    marks: dict[str, Any] = {layer: nowhere if engine is None else LayerMark(engine, number, named[layer])
-                             for layer, number in numbers.items()}
+    marks = {} if engine is None else {layer: LayerMark(engine, number, named[layer])
+                                       for layer, number in numbers.items()}
     for layer, module in zip(layers, marked.values(), strict=True):
-        module.offload = marks[layer]
+        if engine is None:
+            vars(module)["offload"] = nowhere
+        else:
+            marks[layer].give(module)
     return sorted(numbers.values())
 
 

@@ -21,6 +21,7 @@ In a capture the lanes are the capture's. Reloads start within the capture that 
 no copy may outlast its graph.
 """
 import contextlib
+import gc
 import itertools
 import weakref
 from collections import defaultdict, deque
@@ -218,6 +219,8 @@ class Offload:
         one, the first `LOOKS` are."""
         wanted = self.policy is not None or self.measures or self._looks < LOOKS
         is_traced = wanted and lanes is self.lanes and self.plan is None and not capturing()
+        if is_traced and self._looks == 0 and lanes.memory() is not None:
+            gc.collect()  # what went meanwhile, of work before, would count as memory that this pass does not need
         self._looks += is_traced
         self._end_forward(lanes)
         times = None

@@ -205,7 +205,7 @@ class RecordedLanes(EmulatedLanes):
     def __init__(self, window: Recorder, memories: HostMemories, late: Collection[str]) -> None:
         super().__init__()
         self.memories, self._free = memories, FreeHost(memories)
-        self._window, self._replays = window, Queues(late)
+        self._window, self._replays = weakref.proxy(window), Queues(late)  # the window has its lanes
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
         """See Lanes."""

@@ -1,0 +1,73 @@
+"""A model that nobody has any more goes at once, with its parameters, pools and host memory: Python collects garbage
+when it likes, on a device that has no room meanwhile."""
+import dataclasses
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from offloadkit import CAPACITIES, DENSE, EXPERTS, config, engine_of
+from trainkit import RandomPacks, tiny, trainer
+
+from packgraph.graphs.graphed import graph
+from packgraph.models.decoder import DecoderModel
+from packgraph.train.executor import sample_batch
+from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.signals import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_is_collected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("modules", [(), EXPERTS])
+@pytest.mark.parametrize("where", [{"granularity": "chunk"}, {"granularity": "layer"},
+                                   {"scope": ("attn", "moe_router")}], ids=["chunk", "layer", "scope"])
+def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
+    model = DecoderModel(config(2, experts=True), seed=1)
+    graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, **where)
+    engine = engine_of(graphed, model, modules) if modules else None
+    arguments = sample_batch(CAPACITIES[0]), torch.tensor(7)
+    for _ in range(3):
+        graphed(*arguments).backward()
+    assert graphed.stats.captured
+    held = [model, graphed, graphed.capture_backend, graphed.capture_backend.lanes.memories, *model.parameters(),
+            *(slot.pool for slot in graphed._slots.all)]
+    living = [weakref.ref(thing) for thing in held]
+    if engine is not None:
+        living.append(weakref.ref(engine))
+    if closed:
+        graphed.close()
+    del held, model, graphed, engine
+    assert [found for of in living if (found := of()) is not None] == []
+
+
+def test_a_layer_may_outlive_the_one_it_was_taken_from():
+    """Its parameters still stay where they are."""
+    model = DecoderModel(config(2), seed=1)
+    engine_of(model, model, DENSE)
+    attention = next(layer.self_attn for layer in model.layers.values())
+    stays = attention.offload._stays
+    before = {id(tensor) for tensor in stays()}
+    del model
+    assert {id(tensor) for tensor in stays()} == {id(tensor) for tensor in attention.parameters()} < before
+
+
+@pytest.mark.parametrize("granularity", ["chunk", "step"])
+@pytest.mark.parametrize("offload", [{}, {"modules": DENSE, "min_bytes": 1}], ids=["kept", "offloaded"])
+def test_a_run_that_is_closed_goes_with_its_last_reference(granularity, offload, tmp_path):
+    made = tiny(True, steps=4)
+    made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, granularity=granularity),
+                               offload=OffloadConfig(**offload))
+    run = trainer(tmp_path / "run", made, RandomPacks())
+    run.run(StopRequest())
+    living = [weakref.ref(run), *(weakref.ref(tensor) for tensor in run.tensors().values())]
+    run.close()
+    del run
+    assert [found for of in living if (found := of()) is not None] == []
