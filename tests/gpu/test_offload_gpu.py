@@ -225,22 +225,24 @@ def test_a_run_that_plans_by_its_graphs_is_bitwise_one_that_does_not_offload(gra
 
 @pytest.mark.parametrize("modules", [(), INNER])
 def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules):
+    """From the second one on: the first lets cuBLAS have its workspaces, which stay."""
+    left = []
     free_unused(CUDA)
-    before, gone = torch.cuda.memory_allocated(), pinned_bytes(CUDA)
     gc.disable()
     try:
-        graphed, engine, arguments = warmed(settings(), modules, capacity=Capacity(256, 4), device=CUDA,
-                                            dtype=torch.bfloat16, **({"min_bytes": 1} if modules else {}))
-        graphed(*arguments).backward()
-        assert graphed.stats.captured
-        workspaces = graphed.capture_backend.workspaces.nbytes()
-        graphed.close()
-        del graphed, engine, arguments
-        torch.cuda.synchronize()
-        torch._C._host_emptyCache()
-        assert torch.cuda.memory_allocated() - before <= workspaces and pinned_bytes(CUDA) == gone
+        for _ in range(3):
+            graphed, engine, arguments = warmed(settings(), modules, capacity=Capacity(256, 4), device=CUDA,
+                                                dtype=torch.bfloat16, **({"min_bytes": 1} if modules else {}))
+            graphed(*arguments).backward()
+            assert graphed.stats.captured
+            graphed.close()
+            del graphed, engine, arguments
+            torch.cuda.synchronize()
+            torch._C._host_emptyCache()
+            left.append((torch.cuda.memory_allocated(), pinned_bytes(CUDA)))
     finally:
         gc.enable()
+    assert left[0] == left[1] == left[2], left
 
 
 def test_the_pool_falls_by_what_the_plan_says():
