@@ -2,6 +2,7 @@
 import dataclasses
 import gc
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -225,16 +226,18 @@ def test_a_run_that_plans_by_its_graphs_is_bitwise_one_that_does_not_offload(gra
 
 @pytest.mark.parametrize("modules", [(), INNER])
 def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules):
-    """From the second one on: the first lets cuBLAS have its workspaces, which stay."""
+    """But for workspaces, which torch keeps for the stream: the module's, and with the first those of eager work."""
     left = []
     free_unused(CUDA)
     gc.disable()
     try:
         for _ in range(3):
-            graphed, engine, arguments = warmed(settings(), modules, capacity=Capacity(256, 4), device=CUDA,
+            graphed, engine, arguments = warmed(LARGE, modules, capacity=Capacity(256, 4), device=CUDA,
                                                 dtype=torch.bfloat16, **({"min_bytes": 1} if modules else {}))
             graphed(*arguments).backward()
             assert graphed.stats.captured
+            parameters = sum(p.numel() * p.element_size() for p in graphed.parameters())
+            workspaces = graphed.capture_backend.workspaces.nbytes()
             graphed.close()
             del graphed, engine, arguments
             torch.cuda.synchronize()
@@ -242,7 +245,8 @@ def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules)
             left.append((torch.cuda.memory_allocated(), pinned_bytes(CUDA)))
     finally:
         gc.enable()
-    assert left[0] == left[1] == left[2], left
+    assert parameters > 2 * workspaces
+    assert all(new <= old + workspaces and pinned == left[0][1] for (old, _), (new, pinned) in pairwise(left)), left
 
 
 def test_the_pool_falls_by_what_the_plan_says():
