@@ -6,7 +6,6 @@ import pytest
 import torch
 from offloadkit import AsksTwice
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from packgraph.graphs.recorder import lanes as recorder_lanes
 from packgraph.graphs.recorder.lanes import EmulatedLanes
@@ -225,41 +224,6 @@ def test_what_the_loss_leaves_out_is_needed_last():
     assert engine.trace.backward_order[-1] == 1
     made, _ = module(torch.randn(32, 32))
     made.sum().backward()
-
-
-class Checkpointed(nn.Module):
-    """Layers under checkpoints, each with something to save before, within and after its block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-        for layer in self.layers:
-            layer.offload = nowhere
-
-    def one(self, layer, x):
-        h = x.sin()
-        with layer.offload("mlp_act"):
-            h = layer(h).sin().tanh()
-        return h.cos()
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = checkpoint(self.one, layer, x, use_reentrant=False)
-        return x
-
-
-def test_recomputation_that_a_capture_does_not_know_stays_on_the_device():
-    """In autograd's threads, where a capture's own lanes cannot be found: those of eager work would never be joined.
-    Its blocks have hooks all the same, or a checkpoint would take what they save for something else."""
-    moving = Checkpointed()
-    engine, passes = offloaded(moving), []
-    engine.lanes.is_outside = lambda: torch._C._current_graph_task_id() >= 0
-    begin = engine._begin
-    engine._begin = lambda lanes: passes.append(torch._C._current_graph_task_id() >= 0) or begin(lanes)
-    for ours, theirs in zip(gradients_of(moving), gradients_of(Checkpointed()), strict=True):
-        assert torch.equal(ours, theirs)
-    assert passes == [False], "none in the backward"
 
 
 def test_a_reload_that_nobody_came_for_writes_to_memory_that_is_still_its_own(monkeypatch, no_collections):

@@ -1,13 +1,21 @@
-"""What stands for a saved tensor, and brings it back, may be asked for it several times by one backward.
+"""What autograd saves for backward: whose it is, and who asks for it.
 
-Autograd unpacks a tensor whenever somebody looks at it: `ctx.saved_tensors` read twice in one backward is two times.
-The invariant: what was given goes when autograd lets go of its node, which is when that has run, and where the graph is
-kept (`retain_graph`) when the backward ends.
+What autograd saves is not ours to move where a backward is running, which computes it again for itself and needs it
+next, nor where somebody else has hooks around (a checkpoint drops what ours would keep), nor in a transformation of
+torch.func, whose tensors stand for others.
+
+What stands for a saved tensor, and brings it back, may be asked for it several times by one backward. Autograd unpacks
+a tensor whenever somebody looks at it: `ctx.saved_tensors` read twice in one backward is two times. The invariant: what
+was given goes when autograd lets go of its node, which is when that has run, and where the graph is kept
+(`retain_graph`) when the backward ends. Who looks outside of a backward (a debugger at `grad_fn._saved_self`) takes
+nothing from it.
 """
 import weakref
 
 import torch
 from torch import Tensor
+
+_OURS = __name__.split(".")[0]
 
 
 class Given:
@@ -21,18 +29,60 @@ class Given:
         return self._kept[1] if self._kept is not None and self._kept[0] == _backward() else None
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Remember `tensor` for this backward."""
+        """Remember `tensor` for this backward, if there is one."""
+        if not in_backward():
+            return tensor
         self._kept = _backward(), tensor
-        if _backward() >= 0:
-            this = weakref.ref(self)
+        this = weakref.ref(self)
 
-            def forget() -> None:
-                living = this()
-                if living is not None:
-                    living._kept = None
+        def forget() -> None:
+            living = this()
+            if living is not None:
+                living._kept = None
 
-            torch.autograd.Variable._execution_engine.queue_callback(forget)
+        torch.autograd.Variable._execution_engine.queue_callback(forget)
         return tensor
+
+
+class Kept:
+    """What autograd holds in place of a tensor that stays where it is, in a block with hooks: of what passes hooks it
+    counts no changes itself. Without its graph, in which it may lie itself. owner: whose block that is, in words."""
+
+    def __init__(self, tensor: Tensor, owner: str) -> None:
+        with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+            self._tensor = tensor.detach()
+        self._version, self._owner = tensor._version, owner
+
+    def back(self) -> Tensor:
+        """The tensor. Raises RuntimeError when it was changed in place."""
+        if self._tensor._version != self._version:
+            raise was_changed(tuple(self._tensor.shape), self._owner)
+        return self._tensor
+
+
+def kept(tensor: Tensor, owner: str) -> Kept | Tensor:
+    """`tensor`, which stays where it is, so that its changes are counted, if it counts them: one of inference, one that
+    stands for several and those of other libraries may not."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested and not tensor.is_inference()
+    return Kept(tensor, owner) if plain else tensor
+
+
+def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
+    """What a backward says that wants a tensor which is another one now."""
+    return RuntimeError(f"a tensor of shape {shape} that {owner} saved for backward was changed in place afterwards: "
+                        "write to a new tensor, and run every backward before the optimizer's step")
+
+
+def in_backward() -> bool:
+    """Whether the caller's code runs for a backward."""
+    return _backward() >= 0
+
+
+def is_others() -> bool:
+    """Whether what autograd saves now is not ours to move."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return in_backward() or torch._C._functorch.peek_interpreter_stack() is not None \
+        or (hooks is not None and getattr(hooks[0], "__module__", "").split(".")[0] != _OURS)
 
 
 def _backward() -> int:

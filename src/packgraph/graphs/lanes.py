@@ -51,10 +51,12 @@ class Copy:
 @dataclass(eq=False)
 class HostMemory:
     """Host memory of one group of tensors, pinned beside CUDA. spans: uint8 [n] each, n aligned, one behind the other.
-    last: the last copy from or to it."""
+    last: the last copy from or to it. number, arenas: of its buffer, which may grow, and what that was cut from."""
 
     spans: tuple[torch.Tensor, ...]
     last: Copy | None = field(default=None)
+    number: int = 0
+    arenas: "Arenas | None" = None
 
     @property
     def nbytes(self) -> int:
@@ -91,10 +93,6 @@ class Lanes(Protocol):
     timed: list[TimedCopy] | None
     trial: bool
     memories: "HostMemories"
-
-    def is_outside(self) -> bool:
-        """Whether the caller's work is being captured although these are lanes of eager work: in autograd's threads
-        nobody knows the capture's, and copies on these would never be joined."""
 
     def host(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes` that nobody else uses until `give_back`."""
@@ -246,7 +244,8 @@ class HostMemories:
 
 
 class FreeHost:
-    """Who takes host memory now: the smallest free buffer that is large enough, else the next number of `memories`."""
+    """Who takes host memory now: the smallest free buffer that is large enough, else the largest, which grows, else the
+    next number of `memories`."""
 
     def __init__(self, memories: HostMemories) -> None:
         self.memories = memories
@@ -260,13 +259,17 @@ class FreeHost:
 
     def take(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes`."""
-        fitting = [host for host in self._free if host.nbytes >= nbytes]
-        if fitting:
-            found = min(fitting, key=lambda host: host.nbytes)
+        # What was taken before `let_go` has its number no more, so it cannot grow.
+        usable = [host for host in self._free if host.nbytes >= nbytes or host.arenas is self.memories.arenas]
+        if usable:
+            found = min(usable, key=lambda host: (host.nbytes < nbytes, abs(host.nbytes - nbytes)))
+            if found.nbytes < nbytes:
+                found.spans = self.memories.number(found.number, nbytes)
             self._free = [host for host in self._free if host is not found]
             return found
         self._taken += 1
-        return HostMemory(self.memories.number(self._taken - 1, nbytes))
+        spans = self.memories.number(self._taken - 1, nbytes)
+        return HostMemory(spans, number=self._taken - 1, arenas=self.memories.arenas)
 
     def give_back(self, host: HostMemory) -> None:
         """Let the next one have it."""

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.given import Kept, kept
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
 from packgraph.graphs.parameters import local_tensor
@@ -112,6 +113,8 @@ class Offload:
         self._times: PassTimes | None = None
         self._partial: PassTimes | None = None
         self._looks = 0  # passes that were traced
+        self._has_saved = False  # in any of them
+        self._abandoned: deque[Copy] = deque()
         self._index: dict[tuple[int, str, int], int] = {}
         self._stays: defaultdict[tuple[int, str], set[int]] = defaultdict(set)  # by layer and name, see Group
         self._backward: dict[int, int] = {KEPT: -1}
@@ -134,8 +137,9 @@ class Offload:
         self._pass = None
 
     def settle(self) -> None:
-        """Plan for the largest pass that was traced, unless there is a plan. Raises RuntimeError without a trace."""
-        if self.plan is not None or self.policy is None:
+        """Plan for the largest pass that was traced, unless there is a plan, or nothing that could be planned: all that
+        was traced has saved nothing (frozen layers). Raises RuntimeError without a trace."""
+        if self.plan is not None or self.policy is None or (self._looks and not self._has_saved):
             return
         if self.trace is None:
             raise RuntimeError("there is nothing to plan offloading by: run a forward and its backward eagerly before "
@@ -180,11 +184,6 @@ class Offload:
     def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
         """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
         lanes = captured_lanes() or self.lanes
-        if lanes.is_outside():  # what a backward computes again in a thread of its own needs no way to the host
-            # With hooks all the same: a checkpoint counts what no hooks inside it take, here as in its forward.
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-                yield
-            return
         # In the rehearsal, where there is one: clocks of a device cannot be read inside a capture. What is compiled
         # ahead of the first pass comes by here without a trace.
         if self.plan is None and self.policy is not None and (
@@ -199,10 +198,10 @@ class Offload:
         fixed = now.fixed[layer].union(_address(leaf) for leaf in tree_leaves(leave) if isinstance(leaf, Tensor))
         saves = itertools.count()
 
-        def pack(tensor: Tensor) -> Handle | Tensor:
+        def pack(tensor: Tensor) -> Handle | Kept | Tensor:
             place = next(saves)  # of all, since what a capture takes in stays there, and moves elsewhere
             if not _can_move(tensor) or _address(tensor) in fixed:
-                return tensor
+                return kept(tensor, group.told)
             return group.pack(tensor, now.known(local_tensor(tensor)), place)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -223,6 +222,10 @@ class Offload:
             gc.collect()  # what went meanwhile, of work before, would count as memory that this pass does not need
         self._looks += is_traced
         self._end_forward(lanes)
+        while self._abandoned:
+            copy = self._abandoned.popleft()
+            if copy.scope == 0:  # those of captures are joined there
+                self.lanes.wait(copy)
         times = None
         if self.times_graphs and lanes is not self.lanes and not lanes.trial:
             if self._captured_waits.lanes is not lanes:
@@ -235,21 +238,26 @@ class Offload:
         return self._pass
 
     def _open(self, now: Pass, name: str, layer: int, part: int = 0) -> Group:
-        order = len(now.entries)
-        needed, starts, moves = -order, None, not self.measures
-        if self.plan is not None:
-            place = self._index.get((layer, name, part), KEPT)
-            moves = moves and place != KEPT and self.plan.moves[place]
-            needed = self._backward.get(place, len(self._backward))
-            starts = self._backward[self.plan.reload_at[place]] if moves else None
-        group = Group(name, layer, order, now.lanes, part=part, moves=moves, min_bytes=self.min_bytes,
-                      stays=self._stays[layer, name], reached=partial(self._reached, now),
-                      wait=partial(self._wait, now.lanes))
+        place = self._index.get((layer, name, part), KEPT)
+        moves = not self.measures and (self.plan is None or (place != KEPT and self.plan.moves[place]))
         now.seen.add((layer, name))
+        return Group(name, layer, now.lanes, part=part, moves=moves, min_bytes=self.min_bytes,
+                     stays=self._stays[layer, name], reached=partial(self._reached, now),
+                     wait=partial(self._wait, now.lanes), abandoned=self._abandoned.append)
+
+    def _enter(self, now: Pass, group: Group) -> None:
+        """Give the group its place in the pass."""
+        group.order = len(now.entries)
+        needed, starts = -group.order, None
+        if self.plan is not None:
+            place = self._index.get((group.layer, group.name, group.part), KEPT)
+            needed = self._backward.get(place, len(self._backward))
+            starts = self._backward[self.plan.reload_at[place]] if group.moves else None
         now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
-        return group
 
     def _commit(self, now: Pass, group: Group, is_last: bool) -> None:
+        self._enter(now, group)
+        self._has_saved = self._has_saved or (now.times is not None and bool(group.memories))
         group.commit(partial(self._queued, now.lanes), postpone=self.postpones and now.lanes is self.lanes)
         for memory in group.memories.values():
             storage = memory.storage()
@@ -293,10 +301,13 @@ class Offload:
         """Main waits for a copy; it is timed where passes are traced."""
         if self.times_graphs and lanes is not self.lanes and lanes is self._captured_waits.lanes and not copy.done:
             self._captured_waits.wait(copy)  # not asked of `captured_lanes`: backwards may run in a thread of their own
-        elif self.plan is None and lanes is self.lanes and not copy.done and not capturing():
+        elif self.plan is None and lanes is self.lanes and self._is_tracing() and not copy.done and not capturing():
             self._waits.wait(copy)
         else:
             lanes.wait(copy)
+
+    def _is_tracing(self) -> bool:
+        return self._pass is not None and self._pass.times is not None
 
     def _reached(self, now: Pass, group: Group) -> None:
         self._end_forward(now.lanes)
@@ -334,8 +345,9 @@ class Offload:
 def _can_move(tensor: Tensor) -> bool:
     """Whether it is its bytes, in memory that a backward alone needs: no parameter, and no conjugate or negative that
     is yet to be made (a bit of the tensor says so)."""
-    return type(tensor) in (Tensor, DTensor) and tensor.layout is torch.strided and tensor.numel() > 0 \
-        and not (tensor.is_leaf and tensor.requires_grad) and not tensor.is_conj() and not tensor.is_neg()
+    return type(tensor) in (Tensor, DTensor) and tensor.layout is torch.strided and not tensor.is_nested \
+        and tensor.numel() > 0 and not (tensor.is_leaf and tensor.requires_grad) and not tensor.is_conj() \
+        and not tensor.is_neg() and not tensor.is_quantized and not tensor.is_inference()
 
 
 def _address(tensor: Tensor) -> int:

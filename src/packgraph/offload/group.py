@@ -11,7 +11,8 @@ of it, since copying the rest would free nothing. Memory that somebody else hold
 known when a forward is over, so the next pass leaves it where it is (`stays`).
 
 Memory must not be written to before its copy has ended. Autograd counts changes in place, and so does a copy, until
-main has waited for it: what was changed meanwhile is refused, as it is without offloading.
+main has waited for it: what was changed meanwhile is refused, as it is without offloading. Of what passes hooks
+autograd counts nothing itself, so what stays has something in its place, too (`Kept`).
 
 Handles own the group, and nothing that it owns knows it strongly. When the last one is gone without a backward, the
 host memory goes back to the lanes, and what was brought back for nobody is freed.
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from packgraph.graphs.given import Given
+from packgraph.graphs.given import Given, Kept, in_backward, was_changed
 from packgraph.graphs.lanes import Copy, HostMemory, Lanes, aligned
 from packgraph.graphs.parameters import local_tensor
 
@@ -114,20 +115,21 @@ class Handle:
 
     def back(self) -> Tensor:
         """The tensor. Raises RuntimeError when it was changed in place, or is asked for when it is gone."""
-        self.group.reached()
+        if in_backward():
+            self.group.reached()
         memory = self.memory
         if not memory.moved:
             assert self.kept is not None
             if self.kept._version != self.version:
-                raise self._was_changed()
+                raise was_changed(self.size, self.group.told)
             return self._placed(self.kept)
         again = self.given.again()
         if again is not None:
             return self._placed(again)
         whole = self.home.bring(memory)
         if self.changed:
-            raise self._was_changed()
-        if not self.asked:
+            raise was_changed(self.size, self.group.told)
+        if in_backward() and not self.asked:
             self.asked = True
             memory.waiting -= 1
         if memory.waiting == 0:
@@ -137,10 +139,6 @@ class Handle:
             tensor = tensor.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
         return self._placed(self.given.keep(tensor))
 
-    def _was_changed(self) -> RuntimeError:
-        return RuntimeError(f"a tensor of shape {self.size} that {self.group.name} of layer {self.group.layer} saved "
-                            "for backward was changed in place afterwards: write to a new tensor")
-
     def _placed(self, tensor: Tensor) -> Tensor:
         if self.placed is None:
             return tensor
@@ -149,17 +147,21 @@ class Handle:
 
 
 class Group:
-    """name, layer: the module's. part: of what it saves. order: number within its pass. lanes: that carry its copies.
+    """name, layer: the module's. part: of what it saves. order: number within its pass, -1 until its commit. lanes:
+    that carry its copies.
 
     moves: whether the plan wants it on the host. stays: places of the memories that do not move, since somebody else
     holds them; the engine may change it. reached: called by the first tensor that backward asks for. wait: lets main
-    wait for a copy of `lanes`. large: since commit, what may move, with what stays.
+    wait for a copy of `lanes`. abandoned: told of reloads that nobody came for. large: since commit, what may move,
+    with what stays.
     """
 
-    def __init__(self, name: str, layer: int, order: int, lanes: Lanes, *, part: int, moves: bool, min_bytes: int,
-                 stays: Set[int], reached: Callable[["Group"], None], wait: Callable[[Copy], None]) -> None:
-        self.name, self.layer, self.part, self.order, self.lanes = name, layer, part, order, lanes
+    def __init__(self, name: str, layer: int, lanes: Lanes, *, part: int, moves: bool, min_bytes: int,
+                 stays: Set[int], reached: Callable[["Group"], None], wait: Callable[[Copy], None],
+                 abandoned: Callable[[Copy], None]) -> None:
+        self.name, self.layer, self.part, self.lanes = name, layer, part, lanes
         self.moves, self.min_bytes, self.stays = moves, min_bytes, stays
+        self.order = -1
         self.memories: dict[int, Memory] = {}
         self.large: list[Memory] = []
         self.moved: list[Memory] = []
@@ -168,7 +170,7 @@ class Group:
         self.copy_back: Copy | None = None
         self._handles: list[weakref.ref[Handle]] = []
         self._reached: Callable[[Group], None] | None = reached
-        self._wait = wait
+        self._wait, self._abandoned = wait, abandoned
 
     def pack(self, tensor: Tensor, memory: Memory | None, place: int) -> Handle:
         """The handle of `tensor`. memory: of an earlier group, None = this group's own. place: number of the save."""
@@ -273,6 +275,11 @@ class Group:
         return [handle for handle in (reference() for reference in self._handles) if handle is not None]
 
     @property
+    def told(self) -> str:
+        """As messages call it."""
+        return f"{self.name} of layer {self.layer}"
+
+    @property
     def moved_bytes(self) -> int:
         """Of what has moved, and comes back."""
         return sum(memory.nbytes for memory in self.moved)
@@ -282,7 +289,10 @@ class Group:
         return self.copy_out is not None and self.copy_out.done
 
     def reached(self) -> None:
-        """Backward asks for a tensor of this group."""
+        """A backward asks for a tensor of this group; one within its block, or of a block that has failed, is none of
+        its pass."""
+        if self.order < 0:
+            return
         reached, self._reached = self._reached, None
         if reached is not None:
             reached(self)
@@ -307,7 +317,7 @@ class Group:
         if self.copy_back is not None and not self.copy_back.done:
             self._wait(self.copy_back)
         if memory.restored is None:
-            raise RuntimeError(f"backward through {self.name} of layer {self.layer} a second time: what it had saved "
+            raise RuntimeError(f"backward through {self.told} a second time: what it had saved "
                                "was on the host and is gone after the first (retain_graph=True has no effect on "
                                "offloaded tensors). Add the losses before backward, or run the forward again")
         return memory.restored
@@ -317,8 +327,9 @@ class Group:
             self.lanes.give_back(self.host)
         if self.copy_back is not None and not self.copy_back.done:  # nobody came for it: it may still be written
             self.copy_back.held = [memory.restored for memory in self.moved if memory.restored is not None]
+            self._abandoned(self.copy_back)
 
 
 def unpack(packed: Any) -> Tensor:
     """The tensor that autograd has saved."""
-    return packed.back() if isinstance(packed, Handle) else packed
+    return packed.back() if isinstance(packed, Handle | Kept) else packed

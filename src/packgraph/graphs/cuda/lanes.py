@@ -63,10 +63,6 @@ class CudaLanes:
         self.scope += 1
         self._under_way = []
 
-    def is_outside(self) -> bool:
-        """See Lanes."""
-        return self.scope == 0 and torch.cuda.is_current_stream_capturing()
-
     def host(self, nbytes: int) -> HostMemory:
         """See Lanes."""
         return self._free.take(nbytes)

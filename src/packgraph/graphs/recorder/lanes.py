@@ -111,10 +111,6 @@ class EmulatedLanes:
         self.timed: list[TimedCopy] | None = None  # nothing comes into it: there is no device
         self.trial = False
 
-    def is_outside(self) -> bool:
-        """See Lanes. Backwards run in their caller's thread."""
-        return False
-
     def host(self, nbytes: int) -> HostMemory:
         """See Lanes."""
         return self._free.take(nbytes)

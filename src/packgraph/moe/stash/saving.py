@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from packgraph.graphs.given import Given
+from packgraph.graphs.given import Given, Kept, in_backward, kept, was_changed
 from packgraph.moe.stash.ops import put, take
 from packgraph.moe.stash.pages import Pages
 
 NARROWEST = 8
+OWNER = "a block of the stash"
 Column = tuple[torch.dtype, int]  # of a saved tensor: dtype and width
 
 
@@ -57,7 +58,7 @@ class Block:
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor it wants to save."""
         if not self._wanted(tensor):
-            return tensor
+            return kept(tensor, OWNER)
         with torch.no_grad():
             if self.record is None and self.offsets is not None:
                 self.record = self.stash.reserve(self.offsets.detach(), self.rows)
@@ -106,7 +107,7 @@ class _Saved:
     """A tensor in pages; while the stash only measures, the tensor itself."""
 
     def __init__(self, block: Block, column: Column, number: int, tensor: Tensor) -> None:
-        self.block, self.tensor = block, tensor if block.measures else None
+        self.block, self.tensor, self.version = block, tensor if block.measures else None, tensor._version
         self.buffers: list[Tensor] = []
         self.hosts: list[Tensor] = []
         self.restored: weakref.ref[Tensor] | None = None
@@ -118,7 +119,10 @@ class _Saved:
             self.token = put(self.buffers, self.hosts, [tensor], block.record, stash.page_rows)
 
     def back(self, release: bool) -> Tensor:
-        """The tensor. release: its record's pages are not needed any more."""
+        """The tensor. release: its record's pages are not needed any more. Raises RuntimeError when it was changed in
+        place."""
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise was_changed(tuple(self.tensor.shape), OWNER)
         block, pages = self.block, self.block.pages
         restored = self.tensor if self.restored is None else self.restored()
         if restored is not None and not release:
@@ -151,8 +155,10 @@ class _Handle:
             raise RuntimeError("backward through stashed tensors a second time: their pages went back to the pool "
                                "after the first (retain_graph=True has no effect on a stash). Add the losses before "
                                "backward, or run the forward again")
-        self.asked = True
-        rows = self.saved.back(self.block.done(self.number))
+        release = False
+        if in_backward():  # and not a debugger who looks
+            self.asked, release = True, self.block.done(self.number)
+        rows = self.saved.back(release)
         return self.given.keep(rows.narrow(1, self.first, self.width))
 
 
@@ -174,4 +180,4 @@ def _whole_rows(tensor: Tensor) -> Tensor:
 
 def unpack(packed: Any) -> Tensor:
     """The tensor that `Block.pack` was given."""
-    return packed.back() if isinstance(packed, _Handle) else packed
+    return packed.back() if isinstance(packed, _Handle | Kept) else packed

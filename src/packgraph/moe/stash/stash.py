@@ -24,8 +24,10 @@ Decisions, with reasons:
   A tensor saved twice is stashed once. A view of wider rows (one half of a gated product) takes the whole rows with it
   and shares them with the other views: what comes back has the layout it had, so kernels compute the same bits. Leaves
   that need a gradient stay: something else holds them (parameters; inputs of a captured region).
-* Pages go back with the last tensor of a record that the backward asks for. A forward without backward keeps its pages
-  until the next `reset`, which belongs at the beginning of every step.
+* Pages go back with the last tensor of a record that the backward asks for. A forward without backward, or whose
+  backward leaves out some of what the block saved, keeps its pages until the next `reset`, which belongs at the
+  beginning of every step.
+* What a checkpoint around the block drops is not stashed, nor what a backward computes again.
 * A layer whose backward follows its forward at once (the last layer of the last chunk) need not be stashed: call it
   outside of `saving`.
 
@@ -41,6 +43,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from packgraph.graphs.given import is_others
 from packgraph.moe.stash.ops import keep, reserve, take
 from packgraph.moe.stash.pages import DEMAND, NEED_HI, OVERFLOW, SPILLED_HI, Pages
 from packgraph.moe.stash.saving import Block, Column, unpack
@@ -111,12 +114,12 @@ class Stash:
         they are, because something else keeps them anyway. What is behind the live rows comes back as zeros, so the
         block must only hold code that does not care. Raises RuntimeError inside code that torch.compile traces.
         """
-        if self.identity:
-            yield
-            return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.identity:
             raise RuntimeError("Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
                                "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled")
+        if self.identity or is_others():
+            yield
+            return
         block = Block(self, offsets, rows, leave)
         with torch.autograd.graph.saved_tensors_hooks(block.pack, unpack):
             yield

@@ -1,0 +1,356 @@
+"""What is not offloading's to move, and what happens to blocks and backwards beside the usual: nothing that would not
+happen without it."""
+import io
+
+import pytest
+import torch
+from offloadkit import by_hand, engine_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import packgraph
+from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.moe.stash.stash import Stash
+from packgraph.offload.attach import attach
+from packgraph.offload.engine import LOOKS, Offload
+from packgraph.offload.marks import nowhere
+
+NAMES = ("core_attn", "mlp_act")
+SIZE = 32
+
+
+class Block(nn.Module):
+    """Two blocks, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.randn(SIZE, SIZE) / SIZE**0.5) for _ in range(2))
+        self.offload = nowhere
+
+    def inner(self, x):
+        return torch.tanh(x @ self.one)
+
+    def forward(self, x):
+        with self.offload("core_attn"):
+            h = self.inner(x)
+        with self.offload("mlp_act"):
+            h = (h * h.sin()) @ self.two
+        return x + h
+
+
+class Net(nn.Module):
+    """Layers, perhaps each under a checkpoint."""
+
+    def __init__(self, count: int = 3, reentrant: bool | None = None, kind: type[Block] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.reentrant = nn.ModuleList(kind() for _ in range(count)), reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def offloaded(module: nn.Module, late=("out", "back"), **options) -> Offload:
+    engine = Offload(NAMES, EmulatedLanes(set(late)), **{"min_bytes": 1, **options})
+    attach(engine, module)
+    return engine
+
+
+def sample(rows: int = 64, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def same_as_kept(make, run=lambda module: module(sample().requires_grad_()).sum().backward()) -> Offload:
+    """Run `make()` with and without an engine, which is returned."""
+    plain, moving = make(), make()
+    engine = offloaded(moving)
+    for module in (plain, moving):
+        run(module)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(moving), gradients(plain), strict=True))
+    return engine
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_drops_and_computes_again_is_its_own(reentrant):
+    engine = same_as_kept(lambda: Net(reentrant=reentrant))
+    assert engine.trace is None and engine.lanes.memories.arenas.nbytes() == 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_a_pool_is_no_larger_for_offloading_beside_checkpoints(fraction):
+    pools = []
+    for moves in (False, True):
+        model = Net(6, reentrant=False)
+        called = packgraph.graph(model, warmup=1, slots=1, strict=True)
+        engine = engine_of(called, model, NAMES, policy=by_hand(fraction=fraction)) if moves else None
+        for seed in range(3):
+            called(sample(512, seed)).sum().backward()
+            if engine is not None:
+                engine.end_step()
+        assert called.stats.replayed == 2
+        pools.append(called.stats.pool_bytes)
+    assert pools[0] == pools[1]
+
+
+def test_what_a_checkpoint_drops_is_not_stashed():
+    stash, weight = Stash("cpu", page_rows=16), nn.Parameter(torch.eye(SIZE))
+    offsets = torch.tensor([64], dtype=torch.int32)
+
+    def block(x):
+        with stash.saving(offsets, 64):
+            return (x @ weight).sin()
+
+    stash.allocate(8, columns={(torch.float32, SIZE): 2})
+    out = checkpoint(block, sample(), use_reentrant=False)
+    assert stash.in_use().item() == 0
+    out.sum().backward()
+    assert stash.in_use().item() == 0 and weight.grad is not None
+
+
+def test_parameters_that_were_changed_between_forward_and_backward_are_refused():
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    offloaded(module)
+    one, other = module(sample(seed=1)).sum(), module(sample(seed=2)).sum()
+    one.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        other.backward()
+
+
+class Scaled(nn.Module):
+    """Saves a parameter, a buffer and what is left to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.offload = nn.Parameter(torch.eye(SIZE)), nowhere
+        self.register_buffer("scale", torch.ones(SIZE))
+
+    def forward(self, x, others):
+        with self.offload("core_attn", leave=others):
+            return x @ self.weight * self.scale * others
+
+
+@pytest.mark.parametrize("what", ["weight", "scale", "others", "x"])
+def test_whatever_stays_is_refused_when_it_was_changed(what):
+    module, others, x = Scaled(), torch.ones(SIZE), sample().requires_grad_()
+    offloaded(module)
+    loss = module(x, others).sum()
+    with torch.no_grad():
+        {"weight": module.weight, "scale": module.scale, "others": others, "x": x}[what].mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("allocated", [False, True])
+@pytest.mark.parametrize("what", ["weight", "hidden"])
+def test_what_a_stash_leaves_where_it_is_is_refused_when_it_was_changed(what, allocated):
+    stash, weight = Stash("cpu", page_rows=16), nn.Parameter(torch.eye(SIZE))
+    if allocated:
+        stash.allocate(16, columns={(torch.float32, SIZE): 2})
+    hidden = sample().requires_grad_() * 1
+    with stash.saving(torch.tensor([64], dtype=torch.int32), 64):
+        loss = (hidden.sin() @ weight).sum()
+    with torch.no_grad():
+        (weight if what == "weight" else hidden).mul_(2)
+    if what == "hidden" and allocated:  # it is in its pages
+        assert torch.equal(torch.autograd.grad(loss, hidden)[0], sample().cos())
+        return
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_chunks_whose_blocks_save_nothing_are_captured():
+    """A frozen body; there is nothing to plan, which is no reason to run eagerly."""
+    class Headed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)
+            self.head = nn.Linear(SIZE, 4)
+
+        def forward(self, x):
+            return self.head(super().forward(x))
+
+    model = Headed()
+    called = packgraph.graph(model, warmup=1, strict=True)
+    engine = engine_of(called, model, NAMES, policy=by_hand())
+    for seed in range(3):
+        called(sample(seed=seed)).sum().backward()
+        engine.end_step()
+    assert called.stats.replayed == 2 and engine.plan is None
+    with pytest.raises(RuntimeError, match="there is nothing to plan offloading by"):
+        Offload(NAMES, EmulatedLanes(), policy=by_hand()).settle()
+
+
+class Force(Block):
+    """A gradient within a forward."""
+
+    def inner(self, x):
+        h = torch.tanh(x @ self.one)
+        z = h.detach().requires_grad_()
+        return h + torch.autograd.grad(((z * 2).sin() ** 3).sum(), z)[0]
+
+
+class Nested(Block):
+    """A block within a block."""
+
+    def forward(self, x):
+        with self.offload("core_attn"):
+            h = torch.tanh(x @ self.one)
+            with self.offload("mlp_act"):
+                h = (h * h.sin()) @ self.two
+            return x + h.cos()
+
+
+@pytest.mark.parametrize("kind", [Force, Nested])
+def test_blocks_may_hold_backwards_and_blocks(kind):
+    engine = same_as_kept(lambda: Net(kind=kind))
+    assert len(engine.trace.groups) == 6 and min(group.bytes for group in engine.trace.groups) > 0
+
+
+def test_a_block_that_fails_is_none_of_its_pass():
+    class Failing(Block):
+        def inner(self, x):
+            h = super().inner(x)
+            raise ValueError(f"of {len(h)} rows none will do")
+
+    def run(module):
+        module.layers[1].__class__ = Failing
+        x = sample()
+        for layer in module.layers:
+            try:
+                x = layer(x)
+            except ValueError:
+                continue
+        x.sum().backward()
+        for parameter in module.layers[1].parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    engine = same_as_kept(Net, run)
+    assert [group.layer for group in engine.trace.groups] == [0, 0, 2, 2]
+
+
+def test_who_looks_at_what_was_saved_takes_nothing_from_the_backward():
+    def run(module):
+        loss = module(sample()).sum()
+        product = loss.grad_fn.next_functions[0][0].next_functions[1][0]
+        for _ in range(2):
+            assert torch.equal(product._saved_mat2, module.layers[-1].two)
+            assert product._saved_self.isfinite().all()
+        loss.backward()
+
+    same_as_kept(Net, run)
+
+
+def test_who_looks_at_what_was_stashed_gives_no_pages_back():
+    stash, weight = Stash("cpu", page_rows=16), nn.Parameter(torch.eye(SIZE))
+    stash.allocate(8, columns={(torch.float32, SIZE): 2})
+    with stash.saving(torch.tensor([64], dtype=torch.int32), 64):
+        out = (sample() @ weight).sin()
+    taken = stash.in_use().item()
+    assert taken and torch.equal(out.grad_fn._saved_self, sample() @ weight) and stash.in_use().item() == taken
+    out.sum().backward()
+    assert stash.in_use().item() == 0 and weight.grad is not None
+
+
+def test_host_memory_does_not_grow_with_every_new_size():
+    for sizes in (range(64, 128), range(128, 64, -1)):
+        module = Net()
+        engine = offloaded(module)
+        for rows in sizes:
+            module(sample(rows)).sum().backward()
+            engine.end_step()
+        largest = offloaded(Net())
+        module = Net()
+        attach(largest, module)
+        module(sample(128)).sum().backward()
+        assert engine.lanes.memories.arenas.nbytes() == largest.lanes.memories.arenas.nbytes()
+        assert len(engine.lanes.memories._buffers) == len(largest.lanes.memories._buffers)
+
+
+def test_nothing_is_kept_of_passes_that_no_step_ends():
+    module = Net()
+    engine, counts = offloaded(module), []
+    for number in range(3 * LOOKS):
+        loss = module(sample()).sum()
+        if number % 2:
+            hook = module.layers[1].one.register_hook(_refuse)
+            with pytest.raises(ValueError, match="no gradient"):
+                loss.backward()
+            hook.remove()
+        else:
+            loss.backward()
+        del loss
+        counts.append((len(engine._waits.all), sum(len(copy.held) for copy in engine.lanes._under_way.values())))
+    assert counts[-1][0] == counts[2 * LOOKS][0], "clocks"
+    assert max(held for _, held in counts[LOOKS:]) <= max(held for _, held in counts[:4]), "targets of reloads"
+
+
+def _refuse(gradient):
+    raise ValueError("no gradient for you")
+
+
+def test_a_model_with_an_engine_is_written_and_read_without_it():
+    module = Net()
+    offloaded(module)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    assert all(layer.offload is nowhere for layer in read.layers)
+    assert torch.equal(read(sample()), module(sample()))
+
+
+class Quantised(torch.autograd.Function):
+    """Saves eight bits."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.quantize_per_tensor(x.detach(), 0.05, 0, torch.qint8))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].dequantize()
+
+
+class Rows(torch.autograd.Function):
+    """Saves rows of several lengths as one tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.nested.as_nested_tensor(list(x.detach().split([10, 20, 34]))))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.cat(ctx.saved_tensors[0].unbind())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize("function", [Quantised, Rows])
+def test_tensors_that_are_more_than_bytes_stay(function):
+    class Other(Block):
+        def inner(self, x):
+            return function.apply(x @ self.one)
+
+    same_as_kept(lambda: Net(kind=Other))
+
+
+def test_transformations_of_functions_move_nothing():
+    module = Net()
+    offloaded(module)
+
+    def loss(parameters):
+        return torch.func.functional_call(module, parameters, (sample(),)).sum()
+
+    found = torch.func.grad(loss)(dict(module.named_parameters()))
+    module(sample()).sum().backward()
+    assert all(torch.equal(found[name], parameter.grad) for name, parameter in module.named_parameters())
