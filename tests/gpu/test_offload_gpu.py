@@ -152,12 +152,13 @@ class Recomputed(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_captured_backward_computes_again_stays_on_the_device(reentrant):
-    """It runs in autograd's thread, which knows nothing of the capture's lanes."""
+@pytest.mark.parametrize("keeps_random", [False, True])
+def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_random):
+    """It runs in autograd's thread, which knows nothing of the capture's lanes. (With use_reentrant=True there is no
+    capture: torch refuses such checkpoints where inputs of a backward are named, as captures do.)"""
     found = []
     for offloads in (False, True):
-        module = Recomputed(use_reentrant=reentrant, preserve_rng_state=False).to(CUDA)
+        module = Recomputed(use_reentrant=False, preserve_rng_state=keeps_random).to(CUDA)
         called = graph(module, warmup=2, strict=True)
         engine = engine_of(called, module, ("mlp_act",)) if offloads else None
         for number in range(5):
