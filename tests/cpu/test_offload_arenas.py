@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from offloadkit import DENSE, config, same, train
 
 import packgraph.graphs.lanes
-from packgraph.graphs.lanes import Arenas, HostMemories, HostMemory, aligned, placed
+from packgraph.graphs.lanes import Arenas, FreeHost, HostMemories, HostMemory, aligned, placed
 from packgraph.graphs.recorder.lanes import copy_back, copy_out, plain
 
 
@@ -62,6 +62,23 @@ def test_buffers_that_grow_are_still_those_that_were_handed_out(groups, more):
                 found = [torch.empty_like(tensor) for tensor in tensors]
                 copy_back(*placed(host, found))
                 assert all(map(torch.equal, found, tensors))
+
+
+def test_a_buffer_of_before_does_not_grow_into_what_others_have():
+    """Its number means another buffer since memory was let go of."""
+    memories = HostMemories(plain)
+    free = FreeHost(memories)
+    old = free.take(1000)
+    memories.let_go()
+    new = free.take(4000)
+    free.give_back(old)
+    larger = free.take(2000)
+    assert larger is not old and {span.data_ptr() for span in larger.spans}.isdisjoint(
+        span.data_ptr() for span in new.spans)
+    assert free.take(500) is old
+    free.give_back(new)
+    grown = free.take(8000)
+    assert grown is new and grown.nbytes >= 8000
 
 
 def test_what_was_taken_before_a_piece_could_not_be_had_is_there_later():

@@ -1,16 +1,19 @@
 """What is not offloading's to move, and what happens to blocks and backwards beside the usual: nothing that would not
 happen without it."""
 import io
+import weakref
 
 import pytest
 import torch
 from offloadkit import by_hand, engine_of
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 import packgraph
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.recorder.lanes import EmulatedLanes
-from packgraph.moe.stash.stash import Stash
 from packgraph.offload.attach import attach
 from packgraph.offload.engine import LOOKS, Offload
 from packgraph.offload.marks import nowhere
@@ -76,12 +79,28 @@ def same_as_kept(make, run=lambda module: module(sample().requires_grad_()).sum(
     return engine
 
 
+PASSED_BY = "ignore:offloading passes:packgraph.graphs.errors.PackgraphWarning"
+
+
+@pytest.mark.filterwarnings(PASSED_BY)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_drops_and_computes_again_is_its_own(reentrant):
     engine = same_as_kept(lambda: Net(reentrant=reentrant))
     assert engine.trace is None and engine.lanes.memories.arenas.nbytes() == 0
 
 
+def test_blocks_that_are_passed_by_are_told_once_each():
+    module = Net(reentrant=False)
+    engine = offloaded(module, policy=by_hand())
+    with pytest.warns(PackgraphWarning, match="hooks") as told:
+        module(sample()).sum().backward()
+    assert sorted(str(warning.message).split()[2] for warning in told) == sorted(NAMES)
+    module(sample()).sum().backward()
+    engine.settle()
+    assert engine.plan is None
+
+
+@pytest.mark.filterwarnings(PASSED_BY)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_a_pool_is_no_larger_for_offloading_beside_checkpoints(fraction):
     pools = []
@@ -94,23 +113,8 @@ def test_a_pool_is_no_larger_for_offloading_beside_checkpoints(fraction):
             if engine is not None:
                 engine.end_step()
         assert called.stats.replayed == 2
-        pools.append(called.stats.pool_bytes)
-    assert pools[0] == pools[1]
-
-
-def test_what_a_checkpoint_drops_is_not_stashed():
-    stash, weight = Stash("cpu", page_rows=16), nn.Parameter(torch.eye(SIZE))
-    offsets = torch.tensor([64], dtype=torch.int32)
-
-    def block(x):
-        with stash.saving(offsets, 64):
-            return (x @ weight).sin()
-
-    stash.allocate(8, columns={(torch.float32, SIZE): 2})
-    out = checkpoint(block, sample(), use_reentrant=False)
-    assert stash.in_use().item() == 0
-    out.sum().backward()
-    assert stash.in_use().item() == 0 and weight.grad is not None
+        pools.append((called.stats.pool_bytes, *(slot.pool.host.arenas.nbytes() for slot in called._slots.all)))
+    assert pools[0] == pools[1] and pools[1][1] == 0
 
 
 def test_parameters_that_were_changed_between_forward_and_backward_are_refused():
@@ -122,6 +126,27 @@ def test_parameters_that_were_changed_between_forward_and_backward_are_refused()
     optimizer.step()
     with pytest.raises(RuntimeError, match="changed in place"):
         other.backward()
+
+
+def test_a_parameter_may_get_other_memory_and_lets_go_of_its_own():
+    """As weights do that are gathered for a forward and for its backward."""
+    gathered = []
+
+    def gather(module, *rest):
+        whole = torch.full((SIZE, SIZE), 0.25)
+        gathered.append(weakref.ref(whole.untyped_storage()))
+        module.one.data = whole
+
+    def run(module):
+        layer = module.layers[0]
+        layer.register_forward_pre_hook(gather)
+        layer.register_forward_hook(lambda module, *rest: setattr(module.one, "data", torch.empty(0)))
+        layer.register_full_backward_pre_hook(gather)
+        loss = module(sample().requires_grad_()).sum()
+        assert gathered[-1]() is None
+        loss.backward()
+
+    same_as_kept(lambda: Net(1), run)
 
 
 class Scaled(nn.Module):
@@ -148,24 +173,6 @@ def test_whatever_stays_is_refused_when_it_was_changed(what):
         loss.backward()
 
 
-@pytest.mark.parametrize("allocated", [False, True])
-@pytest.mark.parametrize("what", ["weight", "hidden"])
-def test_what_a_stash_leaves_where_it_is_is_refused_when_it_was_changed(what, allocated):
-    stash, weight = Stash("cpu", page_rows=16), nn.Parameter(torch.eye(SIZE))
-    if allocated:
-        stash.allocate(16, columns={(torch.float32, SIZE): 2})
-    hidden = sample().requires_grad_() * 1
-    with stash.saving(torch.tensor([64], dtype=torch.int32), 64):
-        loss = (hidden.sin() @ weight).sum()
-    with torch.no_grad():
-        (weight if what == "weight" else hidden).mul_(2)
-    if what == "hidden" and allocated:  # it is in its pages
-        assert torch.equal(torch.autograd.grad(loss, hidden)[0], sample().cos())
-        return
-    with pytest.raises(RuntimeError, match="changed in place"):
-        loss.backward()
-
-
 def test_chunks_whose_blocks_save_nothing_are_captured():
     """A frozen body; there is nothing to plan, which is no reason to run eagerly."""
     class Headed(Net):
@@ -186,6 +193,39 @@ def test_chunks_whose_blocks_save_nothing_are_captured():
     assert called.stats.replayed == 2 and engine.plan is None
     with pytest.raises(RuntimeError, match="there is nothing to plan offloading by"):
         Offload(NAMES, EmulatedLanes(), policy=by_hand()).settle()
+
+
+class Marked(nn.Module):
+    """Saves its weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.offload = nn.Parameter(weight), nowhere
+
+    def forward(self, x):
+        with self.offload("core_attn"):
+            return x @ self.weight
+
+
+class Subclass(torch.Tensor):
+    """Weights of another library."""
+
+
+def distributed(weight):
+    return DTensor.from_local(weight, DeviceMesh("cpu", [0], _init_backend=False, _rank=0), [Replicate()])
+
+
+@pytest.mark.parametrize("kind", [lambda weight: weight.as_subclass(Subclass), distributed],
+                         ids=["subclass", "DTensor"])
+def test_weights_of_other_kinds_are_refused_when_they_were_changed(kind):
+    module = Marked(kind(torch.eye(SIZE)))
+    offloaded(module)
+    x = sample().requires_grad_()
+    loss = module(kind(x) if kind is distributed else x).sum()
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
 
 
 class Force(Block):
@@ -246,17 +286,6 @@ def test_who_looks_at_what_was_saved_takes_nothing_from_the_backward():
         loss.backward()
 
     same_as_kept(Net, run)
-
-
-def test_who_looks_at_what_was_stashed_gives_no_pages_back():
-    stash, weight = Stash("cpu", page_rows=16), nn.Parameter(torch.eye(SIZE))
-    stash.allocate(8, columns={(torch.float32, SIZE): 2})
-    with stash.saving(torch.tensor([64], dtype=torch.int32), 64):
-        out = (sample() @ weight).sin()
-    taken = stash.in_use().item()
-    assert taken and torch.equal(out.grad_fn._saved_self, sample() @ weight) and stash.in_use().item() == taken
-    out.sum().backward()
-    assert stash.in_use().item() == 0 and weight.grad is not None
 
 
 def test_host_memory_does_not_grow_with_every_new_size():

@@ -152,6 +152,7 @@ class Recomputed(torch.nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:offloading passes:packgraph.graphs.errors.PackgraphWarning")
 @pytest.mark.parametrize("keeps_random", [False, True])
 def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_random):
     """It runs in autograd's thread, which knows nothing of the capture's lanes. (With use_reentrant=True there is no
@@ -168,6 +169,7 @@ def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_rando
                 engine.end_step()
         assert called.stats.replayed == 3
         found.append([parameter.grad for parameter in module.parameters()])
+        assert all(slot.pool.host.arenas.nbytes() == 0 for slot in called._slots.all)
     assert same(*found) and engine.lanes.memories.arenas.nbytes() == 0
 
 

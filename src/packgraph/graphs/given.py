@@ -46,11 +46,15 @@ class Given:
 
 class Kept:
     """What autograd holds in place of a tensor that stays where it is, in a block with hooks: of what passes hooks it
-    counts no changes itself. Without its graph, in which it may lie itself. owner: whose block that is, in words."""
+    counts no changes itself. A leaf is held itself, since `.data` may give it other memory; others without their graph,
+    in which this may lie. owner: whose block that is, in words."""
 
     def __init__(self, tensor: Tensor, owner: str) -> None:
-        with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
-            self._tensor = tensor.detach()
+        if tensor.is_leaf:
+            self._tensor = tensor
+        else:
+            with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+                self._tensor = tensor.detach()
         self._version, self._owner = tensor._version, owner
 
     def back(self) -> Tensor:
@@ -61,16 +65,21 @@ class Kept:
 
 
 def kept(tensor: Tensor, owner: str) -> Kept | Tensor:
-    """`tensor`, which stays where it is, so that its changes are counted, if it counts them: one of inference, one that
-    stands for several and those of other libraries may not."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested and not tensor.is_inference()
-    return Kept(tensor, owner) if plain else tensor
+    """`tensor`, which stays where it is, so that its changes are counted; not those of what a subclass has computed,
+    which might not let go of its graph."""
+    return Kept(tensor, owner) if tensor.is_leaf or type(tensor) is Tensor else tensor
 
 
 def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
     """What a backward says that wants a tensor which is another one now."""
     return RuntimeError(f"a tensor of shape {shape} that {owner} saved for backward was changed in place afterwards: "
                         "write to a new tensor, and run every backward before the optimizer's step")
+
+
+def is_watched_by_others() -> bool:
+    """Whether hooks that are not packgraph's get what autograd saves now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None and getattr(hooks[0], "__module__", "").split(".")[0] != _OURS
 
 
 def in_backward() -> bool:
@@ -80,9 +89,7 @@ def in_backward() -> bool:
 
 def is_others() -> bool:
     """Whether what autograd saves now is not ours to move."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    return in_backward() or torch._C._functorch.peek_interpreter_stack() is not None \
-        or (hooks is not None and getattr(hooks[0], "__module__", "").split(".")[0] != _OURS)
+    return in_backward() or torch._C._functorch.peek_interpreter_stack() is not None or is_watched_by_others()
 
 
 def _backward() -> int:

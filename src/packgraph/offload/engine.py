@@ -23,6 +23,7 @@ no copy may outlast its graph.
 import contextlib
 import gc
 import itertools
+import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,6 +36,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.given import Kept, kept
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
@@ -114,6 +116,7 @@ class Offload:
         self._partial: PassTimes | None = None
         self._looks = 0  # passes that were traced
         self._has_saved = False  # in any of them
+        self._others: set[str] = set()  # names of blocks whose tensors somebody else's hooks got
         self._abandoned: deque[Copy] = deque()
         self._index: dict[tuple[int, str, int], int] = {}
         self._stays: defaultdict[tuple[int, str], set[int]] = defaultdict(set)  # by layer and name, see Group
@@ -138,8 +141,9 @@ class Offload:
 
     def settle(self) -> None:
         """Plan for the largest pass that was traced, unless there is a plan, or nothing that could be planned: all that
-        was traced has saved nothing (frozen layers). Raises RuntimeError without a trace."""
-        if self.plan is not None or self.policy is None or (self._looks and not self._has_saved):
+        was traced has saved nothing (frozen layers), or all is saved under hooks of others. Raises RuntimeError without
+        a trace."""
+        if self.plan is not None or self.policy is None or ((self._looks or self._others) and not self._has_saved):
             return
         if self.trace is None:
             raise RuntimeError("there is nothing to plan offloading by: run a forward and its backward eagerly before "
@@ -179,6 +183,14 @@ class Offload:
         """The step is over, nothing is in flight: main waits for all copies."""
         self.lanes.join()
         self._pass, self._waits = None, Waits(self.lanes)
+
+    def pass_by(self, name: str) -> None:
+        """A block's tensors are somebody else's: say so, once for each name."""
+        if name not in self._others:
+            self._others.add(name)
+            warnings.warn(f"offloading passes {name} by: what it saves for backward goes to saved-tensor hooks around "
+                          "it (a checkpoint, say, which computes it again). Leave one of the two out",
+                          PackgraphWarning, stacklevel=4)
 
     @contextlib.contextmanager
     def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
@@ -347,7 +359,7 @@ def _can_move(tensor: Tensor) -> bool:
     is yet to be made (a bit of the tensor says so)."""
     return type(tensor) in (Tensor, DTensor) and tensor.layout is torch.strided and not tensor.is_nested \
         and tensor.numel() > 0 and not (tensor.is_leaf and tensor.requires_grad) and not tensor.is_conj() \
-        and not tensor.is_neg() and not tensor.is_quantized and not tensor.is_inference()
+        and not tensor.is_neg() and not tensor.is_quantized
 
 
 def _address(tensor: Tensor) -> int:

@@ -78,7 +78,7 @@ class Stash:
         self.columns = dict(self.columns if columns is None else columns)
         if pages < 1 or not self.columns:
             raise ValueError(f"a stash of {pages} pages for {len(self.columns)} kinds of tensors cannot be made: run a "
-                             "forward within `saving` first, or say which columns there are")
+                             "forward within `saving` first, under no checkpoint, or say which columns there are")
         self.buffers, self.hosts = {}, {}  # the old ones go before there are new ones
         self.pages = Pages(pages, host_pages, self.device)
         self.buffers = {column: self._memory(column, pages, self.device) for column in self.columns}
@@ -131,7 +131,8 @@ class Stash:
         For the forward of an autograd function; `back` undoes it. Such a forward runs without gradients too, where
         pages that nobody brings back are lost until the next reset: ask torch.is_grad_enabled() before the function is
         applied. offsets: int [E], offsets[-1] rows are live. Raises
-        RuntimeError where the pool has no column for a source.
+        RuntimeError where the pool has no column for a source. Under a checkpoint, or other hooks of saved tensors, it
+        returns `sources` (but for compiled code, which cannot know).
         """
         memory = self.memory([(source.dtype, source.shape[1]) for source in sources])
         if memory is None:
@@ -146,7 +147,7 @@ class Stash:
 
         In compiled code some of them must be used: a compiler leaves out what nobody reads, and their release with it.
         """
-        if self.identity or self.measures:
+        if self.identity or self.measures or kept[0].is_floating_point():  # no record of pages
             return list(kept)
         record, state, *memories = kept
         count = len(memories) // 2 if self.pages.host_pages else len(memories)
@@ -184,10 +185,10 @@ class Stash:
     def memory(self, columns: Sequence[Column]) -> tuple[list[Tensor], list[Tensor]] | None:
         """The pages for a layer's tensors of these columns, in order: on the device, and on the host if there are any.
 
-        None where nothing is stashed: while the stash measures, which notes the columns, and with identity. Raises
-        RuntimeError where the pool has no column for one.
+        None where nothing is stashed: while the stash measures, which notes the columns, with identity, and where what
+        is saved is somebody else's. Raises RuntimeError where the pool has no column for one.
         """
-        if self.identity:
+        if self.identity or (not torch.compiler.is_compiling() and is_others()):
             return None
         used: Counter[Column] = Counter()
         places = []
