@@ -234,10 +234,10 @@ class Offload:
             gc.collect()  # what went meanwhile, of work before, would count as memory that this pass does not need
         self._looks += is_traced
         self._end_forward(lanes)
-        while self._abandoned:
+        while self._abandoned and lanes is self.lanes:
             copy = self._abandoned.popleft()
             if copy.scope == 0:  # those of captures are joined there
-                self.lanes.wait(copy)
+                lanes.wait(copy)
         times = None
         if self.times_graphs and lanes is not self.lanes and not lanes.trial:
             if self._captured_waits.lanes is not lanes:
