@@ -62,12 +62,14 @@ def test_a_layer_may_outlive_the_one_it_was_taken_from():
 @pytest.mark.parametrize("granularity", ["chunk", "step"])
 @pytest.mark.parametrize("offload", [{}, {"modules": DENSE, "min_bytes": 1}], ids=["kept", "offloaded"])
 def test_a_run_that_is_closed_goes_with_its_last_reference(granularity, offload, tmp_path):
-    made = tiny(True, steps=4)
-    made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, granularity=granularity),
+    made = tiny(True, steps=10)
+    made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, granularity=granularity, strict=True),
                                offload=OffloadConfig(**offload))
     run = trainer(tmp_path / "run", made, RandomPacks())
-    run.run(StopRequest())
-    living = [weakref.ref(run), *(weakref.ref(tensor) for tensor in run.tensors().values())]
+    summary = run.run(StopRequest())
+    assert summary["replayed"], summary
+    living = [weakref.ref(thing) for thing in (run, run.model, *run.model.parameters())]
     run.close()
     del run
+    assert not gc.isenabled()
     assert [found for of in living if (found := of()) is not None] == []

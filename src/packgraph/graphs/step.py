@@ -61,11 +61,11 @@ class GraphedStep:
         self._backend, self._device = backend, device
         self._eager_lanes = [backend.lanes] if lanes is None else list(lanes)
         self.vote: Vote = alone  # asked after every capture, as in GraphedModule
-        self._slot = Slot(0, backend, device)
+        slot = self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
         self._fingerprint: Fingerprint | None = None
         self._failed: set[Hashable] = set()
-        self.stats = Stats(_pool_bytes=lambda: self._slot.pool.nbytes())
+        self.stats = Stats(_pool_bytes=lambda: slot.pool.nbytes())
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """One step. Returns what `run` returns; gradients are added to `.grad`."""

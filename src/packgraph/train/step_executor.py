@@ -96,18 +96,18 @@ class StepExecutor(Executor):
         super().close()
 
     def _graphed_step(self, optimizer: Optimizer) -> GraphedStep:
-        (graphed,) = self._graphed
+        (graphed,), device = self._graphed, self._device  # nothing of ours: that would be a cycle, with the model in it
 
         def run(tokens_in_step: Tensor, *batches: PackedBatch) -> Tensor:
             optimizer.zero_grad()
-            total = torch.zeros((), dtype=torch.float32, device=self._device)
+            total = torch.zeros((), dtype=torch.float32, device=device)
             for batch in batches:
                 loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
                 loss.backward()
             return torch.stack([total, optimizer.update()])
 
-        made = GraphedStep([self._model], run, graphed.capture_backend, self._device, compiled=graphed.compiles)
+        made = GraphedStep([self._model], run, graphed.capture_backend, device, compiled=graphed.compiles)
         made.vote = self._whole_vote
         return made
 
