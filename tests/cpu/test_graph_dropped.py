@@ -73,3 +73,18 @@ def test_a_run_that_is_closed_goes_with_its_last_reference(granularity, offload,
     del run
     assert not gc.isenabled()
     assert [found for of in living if (found := of()) is not None] == []
+
+
+def test_a_compiled_model_goes_with_the_next_collection_of_garbage():
+    """What torch keeps of compiled code, for good, holds none of it."""
+    model = DecoderModel(config(2), seed=1)
+    graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, compile="aot_eager")
+    arguments = sample_batch(CAPACITIES[0]), torch.tensor(7)
+    for _ in range(3):
+        graphed(*arguments).backward()
+    assert graphed.stats.compiled
+    living = [weakref.ref(thing) for thing in (model, graphed, *model.parameters())]
+    graphed.close()
+    del model, graphed
+    gc.collect()
+    assert [found for of in living if (found := of()) is not None] == []

@@ -10,9 +10,11 @@ ranks agree once per step, on host facts, about what they are going to run.
 """
 import contextlib
 import warnings
+import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -74,7 +76,14 @@ class Pipeline:
         modules = [chunk.module for chunk in self.chunks]
         self._whole: GraphedStep | None = None
         if whole_steps:
-            self._whole = GraphedStep(modules, self._run_plainly, self.chunks[0].capture_backend, device,
+            this = weakref.ref(self)  # which has the step: else a cycle, with all chunks in it
+
+            def run(*arguments: Any) -> torch.Tensor:
+                pipeline = this()
+                assert pipeline is not None, "it has the step that is run"
+                return pipeline._run_plainly(*arguments)
+
+            self._whole = GraphedStep(modules, run, self.chunks[0].capture_backend, device,
                                       compiled=any(chunk.compiles for chunk in self.chunks),
                                       lanes=[chunk.capture_backend.lanes for chunk in self.chunks])
 

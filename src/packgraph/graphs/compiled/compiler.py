@@ -13,6 +13,7 @@ both there after the first call, so that a capture compiles nothing; every call,
 import contextlib
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ class Compiler:
         self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
         self._now = ""
-        self._uses: Counter[int] | None = None
+        self._uses = _Uses()
         self._shared: set[int] = set()
 
     def run(self, pieces: Sequence[Piece], state: State) -> State:
@@ -131,17 +132,19 @@ class Compiler:
         return self._code[key]
 
     def _compiled(self, function: Code) -> Code:
-        done = 0
+        done, this = 0, weakref.ref(self)
 
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             nonlocal done
+            compiler = this()
+            assert compiler is not None, "it has the code that is called"
             started = time.perf_counter()
-            code = self._build(graph, inputs)
+            code = compiler._build(graph, inputs)
             done += 1
             if done > 1:
-                self.stats.recompiles[f"{self._now}: other constants"] += 1
-            self.stats.compiled += 1
-            self.stats.compile_seconds += time.perf_counter() - started
+                compiler.stats.recompiles[f"{compiler._now}: other constants"] += 1
+            compiler.stats.compiled += 1
+            compiler.stats.compile_seconds += time.perf_counter() - started
             return code
 
         return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
@@ -149,47 +152,59 @@ class Compiler:
     def _build(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Forward and backward of `graph`, both now, each as CompiledCode."""
         weights = frozenset(number for number, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
+        code_of = partial(_code_of, self._uses, self._shared if self.adds_products else None, weights)
         with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
             if self.backend == "aot_eager":
                 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-                return aot_autograd(fw_compiler=partial(self._code_of, as_traced, weights),
-                                    bw_compiler=partial(self._code_of, as_traced, weights, is_backward=True),
+                return aot_autograd(fw_compiler=partial(code_of, as_traced),
+                                    bw_compiler=partial(code_of, as_traced, is_backward=True),
                                     partition_fn=min_cut_rematerialization_partition,
                                     keep_inference_input_mutations=True)(graph, inputs)
             from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-            inner: Any = partial(self._code_of, compile_fx_inner, weights)
+            inner: Any = partial(code_of, compile_fx_inner)
             return compile_fx(graph, inputs, inner_compile=inner, config_patches=self.options)
-
-    def _code_of(self, generate: Callable[..., Any], weights: frozenset[int], graph: torch.fx.GraphModule,
-                 inputs: Sequence[Any], is_backward: bool = False, **options: Any) -> Any:
-        """The code that `generate` makes of a traced forward or backward. weights: inputs that are parameters."""
-        refuse_unsafe_graph(graph, inputs)
-        products = take_products(graph, weights) if is_backward and self.adds_products else []
-        if products:
-            totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
-            inputs = [*inputs, *(total.meta["val"] for total in totals)]
-        written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
-        function = generate(graph, inputs, is_backward=is_backward, **options)
-        code = CompiledCode(function, "backward" if is_backward else "forward", len(inputs), written,
-                            None if is_backward else self._note)
-        return AddingCode(code, products, self._shared) if products else code
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Within the block, one forward, it is found out which tensors several pieces use; backwards look it up."""
-        outside, self._uses = self._uses, Counter()
-        uses = self._uses
+        outside, uses = self._uses.now, Counter[int]()
+        self._uses.now = uses
         try:
             yield
             self._shared |= {address for address, count in uses.items() if count > 1}
         finally:
-            self._uses = outside  # a forward that is made again in its backward counts for itself
+            self._uses.now = outside  # a forward that is made again in its backward counts for itself
 
-    def _note(self, arguments: Sequence[Any]) -> None:
-        if self._uses is not None:
-            self._uses.update({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
+
+class _Uses:
+    """How often forwards have used each parameter, by address; None where nobody counts."""
+
+    def __init__(self) -> None:
+        self.now: Counter[int] | None = None
+
+    def note(self, arguments: Sequence[Any]) -> None:
+        """A forward's code is called."""
+        if self.now is not None:
+            self.now.update({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
+
+
+def _code_of(uses: _Uses, shared: set[int] | None, weights: frozenset[int], generate: Callable[..., Any],
+             graph: torch.fx.GraphModule, inputs: Sequence[Any], is_backward: bool = False, **options: Any) -> Any:
+    """The code that `generate` makes of a traced forward or backward. shared: addresses of weights that several pieces
+    use, None = no product adds to gradients. weights: inputs that are parameters. No method: torch keeps what it has
+    compiled with, and would keep the compiler with all modules in it."""
+    refuse_unsafe_graph(graph, inputs)
+    products = take_products(graph, weights) if is_backward and shared is not None else []
+    if products:
+        totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
+        inputs = [*inputs, *(total.meta["val"] for total in totals)]
+    written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
+    function = generate(graph, inputs, is_backward=is_backward, **options)
+    code = CompiledCode(function, "backward" if is_backward else "forward", len(inputs), written,
+                        None if is_backward else uses.note)
+    return code if shared is None or not products else AddingCode(code, products, shared)
 
 
 def _chain(piece: Piece) -> Code:
