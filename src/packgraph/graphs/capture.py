@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs import saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state
 from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, raised_line
-from packgraph.graphs.fallback import saved_tensors_are_watched
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
@@ -108,7 +108,7 @@ def compile_ahead(program: Program, backend: Backend, observed: Observed,
     Raises CaptureError at the line of what cannot be compiled.
     """
     with contextlib.ExitStack() as stack:
-        if saved_tensors_are_watched():  # by a checkpoint, say, which is not to see what this run saves beside the call
+        if saved_tensors.are_watched():  # by a checkpoint, say, which is not to see what this run saves beside the call
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         if program.compiler is not None:
             stack.enter_context(program.compiler.counting())

@@ -27,11 +27,6 @@ SAVED_TENSOR_HOOKS = "saved-tensor hooks are active (checkpoint or offload aroun
 NO_KEY = "an argument cannot be part of a key"
 
 
-def saved_tensors_are_watched() -> bool:
-    """Whether hooks of saved tensors are active (a checkpoint, offloading around the module)."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
-
-
 @contextlib.contextmanager
 def eager(reason: str) -> Iterator[None]:
     """Run graphed modules eagerly inside this block; every call is counted under `reason` in their stats.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from packgraph.graphs import fallback
+from packgraph.graphs import fallback, saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
@@ -269,7 +269,7 @@ class GraphedModule(Wrapper):
             self._ask_for_refusal()
         if self._refusal is not None:
             return self._refusal.reason
-        if fallback.saved_tensors_are_watched():
+        if saved_tensors.are_watched():
             return fallback.SAVED_TENSOR_HOOKS
         reason = undeclared(args, kwargs, self.capacities)
         if reason is None and self._warm_calls_left > 0:

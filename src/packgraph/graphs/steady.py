@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs import fallback
+from packgraph.graphs import fallback, saved_tensors
 from packgraph.graphs.signature import Signature, modes
 from packgraph.packing.batch import PackedBatch
 
@@ -30,7 +30,7 @@ class Steady:
         the promise of a steady block.
         """
         if kwargs or fallback.bypass_reason() is not None or not torch.is_grad_enabled() or not self._module.training \
-                or fallback.saved_tensors_are_watched():
+                or saved_tensors.are_watched():
             return None
         return self._known.get(self._facts(args))
 

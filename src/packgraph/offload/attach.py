@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs.fingerprint import owners
-from packgraph.graphs.given import in_backward, is_others, is_watched_by_others
+from packgraph.graphs.saved_tensors import are_others, are_watched_by_others
 from packgraph.offload.engine import Offload
 from packgraph.offload.marks import Mark, nowhere
 
@@ -52,8 +52,8 @@ class LayerMark:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() \
                 or (name != WHOLE and name not in self.engine.modules):
             return contextlib.nullcontext()
-        if is_others():
-            if not in_backward() and is_watched_by_others():
+        if are_others():
+            if are_watched_by_others():
                 self.engine.pass_by(name)
             return contextlib.nullcontext()
         return self.engine.group(self.layer.called(name, self.user), self.layer.number, self._stays, leave)

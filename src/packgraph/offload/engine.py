@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.given import Kept, kept
+from packgraph.graphs.saved_tensors import Staying, staying
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
 from packgraph.graphs.parameters import local_tensor
@@ -210,10 +210,10 @@ class Offload:
         fixed = now.fixed[layer].union(_address(leaf) for leaf in tree_leaves(leave) if isinstance(leaf, Tensor))
         saves = itertools.count()
 
-        def pack(tensor: Tensor) -> Handle | Kept | Tensor:
+        def pack(tensor: Tensor) -> Handle | Staying | Tensor:
             place = next(saves)  # of all, since what a capture takes in stays there, and moves elsewhere
             if not _can_move(tensor) or _address(tensor) in fixed:
-                return kept(tensor, group.told)
+                return staying(tensor, group.told)
             return group.pack(tensor, now.known(local_tensor(tensor)), place)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

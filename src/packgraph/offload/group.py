@@ -12,7 +12,7 @@ known when a forward is over, so the next pass leaves it where it is (`stays`).
 
 Memory must not be written to before its copy has ended. Autograd counts changes in place, and so does a copy, until
 main has waited for it: what was changed meanwhile is refused, as it is without offloading. Of what passes hooks
-autograd counts nothing itself, so what stays has something in its place, too (`Kept`).
+autograd counts nothing itself, so what stays has something in its place, too (`Staying`).
 
 Handles own the group, and nothing that it owns knows it strongly. When the last one is gone without a backward, the
 host memory goes back to the lanes, and what was brought back for nobody is freed.
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from packgraph.graphs.given import Given, Kept, in_backward, was_changed
+from packgraph.graphs.saved_tensors import Given, Staying, in_backward, was_changed
 from packgraph.graphs.lanes import Copy, HostMemory, Lanes, aligned
 from packgraph.graphs.parameters import local_tensor
 
@@ -332,4 +332,4 @@ class Group:
 
 def unpack(packed: Any) -> Tensor:
     """The tensor that autograd has saved."""
-    return packed.back() if isinstance(packed, Handle | Kept) else packed
+    return packed.back() if isinstance(packed, Handle | Staying) else packed

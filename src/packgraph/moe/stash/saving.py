@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from packgraph.graphs.given import Given, Kept, in_backward, kept, was_changed
+from packgraph.graphs.saved_tensors import Given, Staying, in_backward, staying, was_changed
 from packgraph.moe.stash.ops import put, take
 from packgraph.moe.stash.pages import Pages
 
@@ -58,7 +58,7 @@ class Block:
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a tensor it wants to save."""
         if not self._wanted(tensor):
-            return kept(tensor, OWNER)
+            return staying(tensor, OWNER)
         with torch.no_grad():
             if self.record is None and self.offsets is not None:
                 self.record = self.stash.reserve(self.offsets.detach(), self.rows)
@@ -180,4 +180,4 @@ def _whole_rows(tensor: Tensor) -> Tensor:
 
 def unpack(packed: Any) -> Tensor:
     """The tensor that `Block.pack` was given."""
-    return packed.back() if isinstance(packed, _Handle | Kept) else packed
+    return packed.back() if isinstance(packed, _Handle | Staying) else packed

@@ -43,7 +43,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from packgraph.graphs.given import is_others
+from packgraph.graphs.saved_tensors import are_others
 from packgraph.moe.stash.ops import keep, reserve, take
 from packgraph.moe.stash.pages import DEMAND, NEED_HI, OVERFLOW, SPILLED_HI, Pages
 from packgraph.moe.stash.saving import Block, Column, unpack
@@ -117,7 +117,7 @@ class Stash:
         if torch.compiler.is_compiling() and not self.identity:
             raise RuntimeError("Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
                                "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled")
-        if self.identity or is_others():
+        if self.identity or are_others():
             yield
             return
         block = Block(self, offsets, rows, leave)
@@ -188,7 +188,7 @@ class Stash:
         None where nothing is stashed: while the stash measures, which notes the columns, with identity, and where what
         is saved is somebody else's. Raises RuntimeError where the pool has no column for one.
         """
-        if self.identity or (not torch.compiler.is_compiling() and is_others()):
+        if self.identity or (not torch.compiler.is_compiling() and are_others()):
             return None
         used: Counter[Column] = Counter()
         places = []

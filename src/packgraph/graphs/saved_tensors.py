@@ -11,6 +11,7 @@ was given goes when autograd lets go of its node, which is when that has run, an
 nothing from it.
 """
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Given:
         return tensor
 
 
-class Kept:
+class Staying:
     """What autograd holds in place of a tensor that stays where it is, in a block with hooks: of what passes hooks it
     counts no changes itself. A leaf is held itself, since `.data` may give it other memory; others without their graph,
     in which this may lie. owner: whose block that is, in words."""
@@ -64,10 +65,10 @@ class Kept:
         return self._tensor
 
 
-def kept(tensor: Tensor, owner: str) -> Kept | Tensor:
+def staying(tensor: Tensor, owner: str) -> Staying | Tensor:
     """`tensor`, which stays where it is, so that its changes are counted; not those of what a subclass has computed,
     which might not let go of its graph."""
-    return Kept(tensor, owner) if tensor.is_leaf or type(tensor) is Tensor else tensor
+    return Staying(tensor, owner) if tensor.is_leaf or type(tensor) is Tensor else tensor
 
 
 def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
@@ -76,10 +77,19 @@ def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
                         "write to a new tensor, and run every backward before the optimizer's step")
 
 
-def is_watched_by_others() -> bool:
+def are_watched() -> bool:
+    """Whether hooks of saved tensors are active (a checkpoint, offloading around the module)."""
+    return _hooks() is not None
+
+
+def are_watched_by_others() -> bool:
     """Whether hooks that are not packgraph's get what autograd saves now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = _hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "").split(".")[0] != _OURS
+
+
+def _hooks() -> tuple[Any, Any] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined, no-any-return]
 
 
 def in_backward() -> bool:
@@ -87,9 +97,9 @@ def in_backward() -> bool:
     return _backward() >= 0
 
 
-def is_others() -> bool:
+def are_others() -> bool:
     """Whether what autograd saves now is not ours to move."""
-    return in_backward() or torch._C._functorch.peek_interpreter_stack() is not None or is_watched_by_others()
+    return in_backward() or torch._C._functorch.peek_interpreter_stack() is not None or are_watched_by_others()
 
 
 def _backward() -> int:
