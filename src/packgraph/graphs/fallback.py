@@ -6,8 +6,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 _BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=None)
 
 WARM_UP = "warm-up"

@@ -37,10 +37,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.saved_tensors import Staying, staying
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.lanes import Copy, Lanes, captured_lanes
 from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.saved_tensors import Staying, staying
 from packgraph.offload.group import Group, Handle, Memory, unpack
 from packgraph.offload.timing import PassTimes, Waits, copy_speed_of
 from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace, plan_errors

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from packgraph.graphs.saved_tensors import Given, Staying, in_backward, was_changed
 from packgraph.graphs.lanes import Copy, HostMemory, Lanes, aligned
 from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.saved_tensors import Given, Staying, in_backward, was_changed
 
 COVERED = 0.5  # of memory that moves, by the views that were saved
 
