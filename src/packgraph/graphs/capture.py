@@ -17,15 +17,16 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state
 from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, raised_line
+from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
-from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
+from packgraph.graphs.output_gradients import KeyGradients
+from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.slot import Slot
 from packgraph.plan.memory.bank import Lifetime
 
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
 # where it expected a number raises one of the others. Anything else is not ours to interpret.
-Observed = dict[int, set[int]]
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
@@ -71,13 +72,14 @@ class Rehearsal(NamedTuple):
     written: list[torch.Tensor]
 
 
-def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: Observed,
-                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any], rehearsal: Rehearsal,
-                    lifetimes: list[Lifetime] | None = None) -> Variant:
+def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, gradients: KeyGradients,
+                    changed: Callable[[], object], lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
+                    rehearsal: Rehearsal, lifetimes: list[Lifetime] | None = None) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
-    rehearsal: of the same call. lifetimes: of a trial, gets what is allocated in the slot's pools, which are empty,
-    oldest first. Raises CaptureError; nothing has changed then.
+    gradients: what is known of the gradients of such calls. changed: whether facts about the module hold no longer that
+    graphs bake. rehearsal: of the same call. lifetimes: of a trial, gets what is allocated in the slot's pools, which
+    are empty, oldest first. Raises CaptureError; nothing has changed then.
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
@@ -85,23 +87,24 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         watched = ObservedProgram(program, effects)
         backend.lanes.memories.let_go()
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
-            build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends, rehearsal.written)
+            build = VariantBuild(watched, program, slot, window, aliases, buffers, gradients, changed, journal, lends,
+                                 rehearsal.written)
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
         return variant
 
 
-def rehearse(program: Program, backend: Backend, observed: Observed,
+def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
              args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     """Run forward and backward once, watched, where the backend needs a warm-up before it captures.
 
     Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
     """
-    return _once(program, backend, observed, args, kwargs, backend.warm_up)
+    return _once(program, backend, gradients, args, kwargs, backend.warm_up)
 
 
-def compile_ahead(program: Program, backend: Backend, observed: Observed,
+def compile_ahead(program: Program, backend: Backend, gradients: KeyGradients,
                   args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run forward and backward once, watched and undone, so that all compiled code is there before a call needs it.
 
@@ -112,14 +115,14 @@ def compile_ahead(program: Program, backend: Backend, observed: Observed,
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         if program.compiler is not None:
             stack.enter_context(program.compiler.counting())
-        _once(program, backend, observed, args, kwargs, lambda work: work())
+        _once(program, backend, gradients, args, kwargs, lambda work: work())
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _once(program: Program, backend: Backend, observed: Observed, args: tuple[Any, ...], kwargs: dict[str, Any],
+def _once(program: Program, backend: Backend, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any],
           how: Callable[[Callable[[], None]], None]) -> Rehearsal:
     """Have `how` run forward and backward, undone; what captured code has used from outside."""
     effects = HostEffects(program.module, program.volatile, program.assigned)
@@ -127,7 +130,7 @@ def _once(program: Program, backend: Backend, observed: Observed, args: tuple[An
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
         parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
-        how(lambda: found.append(_run_watched(watched, backend, observed, journal, parameters, args, kwargs)))
+        how(lambda: found.append(_run_watched(watched, backend, gradients, journal, parameters, args, kwargs)))
         return found[0] if found else Rehearsal([], [])
 
 
@@ -144,7 +147,7 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
         yield
 
 
-def _run_watched(program: Program, backend: Backend, observed: Observed, journal: Journal, parameters: list[Any],
+def _run_watched(program: Program, backend: Backend, gradients: KeyGradients, journal: Journal, parameters: list[Any],
                  args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     state = detached_state(program.begin(args, kwargs))
     inputs = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
@@ -167,9 +170,7 @@ def _run_watched(program: Program, backend: Backend, observed: Observed, journal
         result = program.end(state)
         check_outputs(result)
         leaves = tree_leaves(result)
-        used = observed.get(len(leaves)) or range(len(leaves))
-        ends = [leaves[number] for number in used if isinstance(leaves[number], torch.Tensor)
-                and leaves[number].requires_grad]
+        ends = [leaves[number] for number in gradients.expected(leaves)]
         wanted = [t for t in [*parameters, *inputs] if t.requires_grad]
         if ends and wanted:
             with HostReadGuard(device), Watch(journal, refuse=True, device=device), \

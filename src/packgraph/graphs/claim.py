@@ -13,7 +13,8 @@ from packgraph.graphs import fallback
 from packgraph.graphs.build import Owned, Variant
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.program import Program
-from packgraph.graphs.region import Homes, accepts, replay_region
+from packgraph.graphs.region import Homes, accepts
+from packgraph.graphs.replay import replay_region
 from packgraph.graphs.slot import Ticket
 from packgraph.graphs.steady import call_tensors
 from packgraph.plan.stages import State
@@ -84,7 +85,7 @@ class Claim:
         end = self.variant.ends[number]
         if end is None:
             return None
-        incoming = self.variant.regions[end[0]].outputs[end[1]].incoming
+        incoming = self.variant.regions[end[0]].incoming(end[1])
         return incoming.tensor if isinstance(incoming, Owned) else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,12 +111,21 @@ class Claim:
                 state = replay_region(region, state, self.ticket, homes)
             was_eager = region is None
         result = self.program.end(state)
-        return result if self.lends else tree_map(lambda leaf: _left(leaf, homes), result)
+        return result if self.lends else _left(result, homes)
 
 
-def _left(leaf: Any, homes: Homes) -> Any:
-    """What leaves the call: never static memory, nor a view of it."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and homes.shares(leaf) else leaf
+def _left(result: Any, homes: Homes) -> Any:
+    """What leaves the call: never static memory, nor a view of it. One tensor in several places stays one."""
+    clones: dict[int, torch.Tensor] = {}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not homes.shares(leaf):
+            return leaf
+        if id(leaf) not in clones:
+            clones[id(leaf)] = leaf.clone()
+        return clones[id(leaf)]
+
+    return tree_map(own, result)
 
 
 def _own_copies(state: State, homes: Homes) -> State:

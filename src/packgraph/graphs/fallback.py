@@ -23,6 +23,8 @@ NOT_LEAVES = "parameters are not leaf parameters"
 OTHER_STATE = "an eager stage made another state than at capture (one region)"
 SAVED_TENSOR_HOOKS = "saved-tensor hooks are active (checkpoint or offload around the module)"
 NO_KEY = "an argument cannot be part of a key"
+NEW_PATTERN = "another set of outputs got gradients than any captured backward starts from"
+TWICE = "gradients of the module are differentiated themselves (create_graph=True)"
 
 
 @contextlib.contextmanager

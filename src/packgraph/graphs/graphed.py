@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs import fallback, saved_tensors
 from packgraph.graphs.backend import Backend
@@ -22,8 +21,10 @@ from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Change, Fingerprint
+from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import capturing
-from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
+from packgraph.graphs.output_gradients import OutputGradients
+from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.signature import Signature, signature, undeclared
@@ -89,7 +90,7 @@ class GraphedModule(Wrapper):
         self._buffers_of_gradients = GradientBuffers()
         self._fingerprint: Fingerprint | None = None
         self._warm_calls_left = warmup
-        self._observed: dict[int, set[int]] = {}
+        self._output_gradients = OutputGradients(self.stats.fallbacks)
         self._lock = threading.RLock()
         self._rehearsed: dict[Hashable, Rehearsal] = {}
         self._failed: set[Hashable] = set()
@@ -271,6 +272,8 @@ class GraphedModule(Wrapper):
             return self._refusal.reason
         if saved_tensors.are_watched():
             return fallback.SAVED_TENSOR_HOOKS
+        if self._output_gradients.twice:
+            return fallback.TWICE
         reason = undeclared(args, kwargs, self.capacities)
         if reason is None and self._warm_calls_left > 0:
             self._warm_calls_left -= 1
@@ -288,14 +291,8 @@ class GraphedModule(Wrapper):
         self.stats.fallbacks[reason] += 1
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
-            leaves = tree_flatten(result)[0]
-            seen = self._observed.setdefault(len(leaves), set())
-            for number, leaf in enumerate(leaves):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    if leaf.is_leaf:
-                        seen.add(number)
-                    else:
-                        leaf.register_hook(lambda _, number=number: seen.add(number))
+            call = signature(args, kwargs, self.device)
+            self._output_gradients.watch(None if call is None else call.key, result)
         return result
 
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
@@ -330,7 +327,7 @@ class GraphedModule(Wrapper):
     def _compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile what this key needs, unless that was done. Raises CaptureError."""
         if self._program.compiler is not None and call.key not in self._coded:
-            compile_ahead(self._program, self._backend, self._observed, args, kwargs)
+            compile_ahead(self._program, self._backend, self._output_gradients.of(call.key), args, kwargs)
             self._coded.add(call.key)
 
     def _check_fingerprint(self) -> str | None:
@@ -362,6 +359,7 @@ class GraphedModule(Wrapper):
             self._failed.clear()
         self.stats.dropped("module changed", self._slots.clear())
         self._buffers_of_gradients = GradientBuffers()
+        self._output_gradients.forget()
         self._rehearsed.clear()
         self._coded.clear()
 
@@ -377,14 +375,19 @@ class GraphedModule(Wrapper):
 
     def _variant(self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
+        gradients = self._output_gradients.of(call.key)
+        if call.key in slot.variants and slot.variants[call.key].version != gradients.version:
+            slot.variants.pop(call.key).reset()
+            self.stats.dropped(fallback.NEW_PATTERN, 1)
         if call.key not in slot.variants:
             started = time.perf_counter()
             self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
             self._compile(call, args, kwargs)
             if call.key not in self._rehearsed:
-                self._rehearsed[call.key] = rehearse(self._program, self._backend, self._observed, args, kwargs)
-            variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, self._observed,
-                                      self.lends, args, kwargs, self._rehearsed[call.key])
+                self._rehearsed[call.key] = rehearse(self._program, self._backend, gradients, args, kwargs)
+            changed = self._fingerprint.changed if self._fingerprint is not None else _nothing
+            variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, gradients,
+                                      changed, self.lends, args, kwargs, self._rehearsed[call.key])
             slot.variants[call.key] = variant
             self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
             self.stats.captured += len(variant.regions)
@@ -397,3 +400,7 @@ class GraphedModule(Wrapper):
             raise error
         message = f"running eagerly from here on, because a capture failed: {error}"
         warnings.warn(message, PackgraphWarning, stacklevel=4)
+
+
+def _nothing() -> None:
+    """No fact has changed."""

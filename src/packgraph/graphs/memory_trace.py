@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from packgraph.graphs.capture import capture_variant, rehearse
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
 from packgraph.graphs.graphed import GraphedModule
-from packgraph.graphs.parameters import GradientBuffers, local_tensor
+from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.refusals import refusal
 from packgraph.graphs.signature import signature
 from packgraph.graphs.slot import Slot
@@ -48,12 +49,13 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
         if reason is not None:
             raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
         graphed._compile(call, args, {})  # first by itself, as before a capture
-        program, backend, observed = graphed._program, graphed.capture_backend, graphed._observed
+        program, backend = graphed._program, graphed.capture_backend
+        gradients = graphed._output_gradients.of(call.key)
         slot = Slot(0, backend, graphed.device, backend.new_pool())
-        rehearsal = rehearse(program, backend, observed, args, {})
+        rehearsal = rehearse(program, backend, gradients, args, {})
         try:
-            capture_variant(program, backend, slot, SpareGradients(program.module), observed, graphed.lends, args, {},
-                            rehearsal, lifetimes).reset()
+            capture_variant(program, backend, slot, SpareGradients(program.module), gradients, lambda: None,
+                            graphed.lends, args, {}, rehearsal, lifetimes).reset()
             return MemoryTrace(tuple(lifetimes), slot.buffer_bytes())
         finally:
             rehearsal.read.clear()
@@ -93,8 +95,11 @@ class SpareGradients(GradientBuffers):
             if kept is None or kept.numel() < nbytes:
                 self._spare[parameter.device] = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=parameter.device)
 
-    def buffer(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """A tensor of the parameter's form."""
+    def buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
+        """A buffer of the parameter's form."""
+        return GradientBuffer(parameter, self._like(parameter))
+
+    def _like(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         local = local_tensor(parameter)
         strides = own_strides(local) or contiguous_strides(local.shape)
         whole = torch.empty(0, dtype=local.dtype, device=local.device)

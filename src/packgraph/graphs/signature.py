@@ -69,7 +69,8 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
         if isinstance(leaf, torch.Tensor):
             if leaf.device != device or leaf.layout != torch.strided:
                 return None
-            facts.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, own_strides(leaf)))
+            facts.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, own_strides(leaf), leaf.is_conj(),
+                          leaf.is_neg()))
             nbytes += leaf.numel() * leaf.element_size()
         elif isinstance(leaf, CONSTANTS):
             facts.append((type(leaf), leaf.hex() if isinstance(leaf, float) else leaf))
