@@ -358,3 +358,115 @@ def test_a_gradient_that_nobody_else_holds_is_exchanged():
     graphed(sample(1))[0].square().sum().backward()
     owned = next(iter(graphed._slots.all[0].variants.values())).regions[0].backward.owned
     assert all(buffer.parameter.grad is buffer.shown for buffer in owned)
+
+
+# ---- outputs that share memory
+
+
+class Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self, x, self.linear(x))
+
+
+@pytest.mark.parametrize("function", [
+    lambda m, x, y: (y, y.t()), lambda m, x, y: (y, y[1:]), lambda m, x, y: (y, y.detach()),
+    lambda m, x, y: (y, x[1:]), lambda m, x, y: (y, m.linear.weight), lambda m, x, y: (y, m.linear.weight.view(-1)),
+], ids=["a view", "a part", "a detached alias", "a part of an input", "a parameter", "a view of a parameter"])
+def test_outputs_that_share_memory_are_refused(function):
+    def loop(model):
+        for number in range(4):
+            x = sample(number)
+            first, second = model(x)
+            first.square().sum().backward()
+            with torch.no_grad():
+                second.mul_(0.5)
+            outs.append([first.detach().clone(), x])
+        return gradients(model)
+
+    torch.manual_seed(1)
+    eager = Returns(function)
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    found = []
+    for model in (eager, graphed):
+        outs = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackgraphWarning)
+            found.append([*loop(model).values(), *(t for pair in outs for t in pair)])
+    assert_same(dict(enumerate(found[0])), dict(enumerate(found[1])))
+    assert graphed.stats.fallbacks["capture failed"] == 3
+
+
+@pytest.mark.parametrize("function", [
+    lambda m, x, y: (y, y), lambda m, x, y: (y, x), lambda m, x, y: y.chunk(2, -1), lambda m, x, y: (y, y.t().clone()),
+], ids=["one twice", "an input", "parts", "a copy"])
+def test_other_outputs_are_fine(function):
+    def act(model, number):
+        first, second = model(sample(number))
+        (first.square().sum() + 3 * (second * second.detach()).sum()).backward()
+        with torch.no_grad():
+            second.mul_(0.5)
+        return [first, second]
+
+    torch.manual_seed(1)
+    eager = Returns(function)
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    run_both(eager, graphed, act)
+    assert graphed.stats.replayed == 3
+
+
+# ---- complex tensors
+
+
+def fft_convolution(m, x, y):
+    return torch.fft.irfft(torch.fft.rfft(y) * torch.fft.rfft(m.linear.bias).conj(), n=4)
+
+
+COMPLEX = {
+    "fft convolution": fft_convolution,
+    "polar": lambda m, x, y: torch.view_as_real(torch.polar(y.exp(), x)).sum(-1),
+    "exp": lambda m, x, y: torch.exp(1j * y).imag + torch.exp(1j * y).real.cumsum(0),
+    "conjugate": lambda m, x, y: torch.complex(y, x).conj(),
+    "conjugate transpose": lambda m, x, y: torch.complex(y, x).mH @ torch.complex(x, y),
+    "imaginary part of a conjugate": lambda m, x, y: torch.complex(y, x).conj().imag,
+    "negative view, read later": lambda m, x, y: (torch.complex(y, x).conj().imag * x).tanh(),
+}
+
+
+@pytest.mark.parametrize("function", COMPLEX.values(), ids=COMPLEX)
+def test_complex_tensors_equal_eager(function):
+    def act(model, number):
+        out = model(sample(number))
+        (out.abs().square().sum() if out.is_complex() else out.square().sum()).backward()
+        return [out.detach().resolve_conj().resolve_neg()]
+
+    torch.manual_seed(1)
+    eager = Returns(function)
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    run_both(eager, graphed, act)
+    assert graphed.stats.replayed == 3
+
+
+def test_conjugate_inputs_are_a_key_of_their_own():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x @ self.weight).abs()
+
+    def act(model, number):
+        x = torch.complex(sample(number), sample(number + 1))
+        out = model(x.conj() if number % 2 else x)
+        out.square().sum().backward()
+        return [out.detach()]
+
+    torch.manual_seed(1)
+    eager = Scaled()
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    run_both(eager, graphed, act)
+    assert graphed.stats.captured == 2

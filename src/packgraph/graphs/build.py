@@ -27,6 +27,7 @@ from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import Backward, Context, Input, Output, ParameterEdge, Region, shown_facts
+from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.slot import Slot
 from packgraph.graphs.strides import Layout, layout_of
 from packgraph.graphs.uses import Place, Uses
@@ -128,6 +129,8 @@ class VariantBuild:
         result = self.program.end(state)
         check_outputs(result)
         leaves = tree_leaves(result)
+        if not self.lends:
+            refuse_shared_memory(leaves, self.storages, {id(tensor) for tensor in self.alive})
         expected = self.gradients.expected(leaves)
         for number, leaf in enumerate(leaves):
             origin = self.origins.get(id(leaf))
