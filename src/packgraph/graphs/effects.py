@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.fingerprint import PLAIN, Mark, owners
+from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.guard import LEAVE_OUT, RESEED
 from packgraph.graphs.program import Program
 from packgraph.plan.regions import Run
@@ -91,6 +91,7 @@ class HostEffects:
         self._before = self._expected = self._contents()
         self._seeds = [_MARKED_SEED] * len(self._generators)
         self._random_before = self._random = _random_states()
+        self._state: ModuleState | None = None  # what eager code may change beside the module's own attributes
 
     def undo(self) -> None:
         """Put back what Python code has changed."""
@@ -126,7 +127,11 @@ class HostEffects:
         """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
         self.check(parameters_too=False)
         before = self._contents()
+        if self._state is None:
+            self._state = ModuleState(self.module)
+        self._state.moved()
         yield
+        self.volatile |= self._state.moved()
         for content in before:
             self.volatile.update((id(content.owner), name) for name in content.changed())
         parameters = [content for content in self._expected if content.attribute == "_parameters"]
