@@ -9,6 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
@@ -33,6 +34,14 @@ class CaptureError(RuntimeError):
     def __init__(self, what: str, where: str, remedy: str) -> None:
         super().__init__(f"{what}\n  where: {where}\n  to do: {remedy}")
         self.what, self.where, self.remedy = what, where, remedy
+
+
+def described(given: Any) -> str:
+    """What was given where a module was wanted, and what to give instead."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}: pass an instance of it, {given.__name__}(...)"
+    kind = "a function" if callable(given) else f"an object of type {type(given).__name__}"
+    return f"{kind} ({given!r:.80}): pass the module whose calls are to be captured, with this work in its forward"
 
 
 def is_user_file(name: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from packgraph.graphs.parameters import has_hooks, local_tensor
-from packgraph.graphs.wrapper import Wrapper
+from packgraph.graphs.wrapper import Wrapper, wrapped
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -169,7 +169,7 @@ class Fingerprint:
 
 def owners(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """The module and its submodules by name; a wrapper is seen as what it wraps."""
-    return [(name, owner.module if isinstance(owner, Wrapper) else owner) for name, owner in module.named_modules()]
+    return [(name, wrapped(owner) if isinstance(owner, Wrapper) else owner) for name, owner in module.named_modules()]
 
 
 def _entry(sequence: Any, position: int) -> Any:

@@ -19,7 +19,7 @@ from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
+from packgraph.graphs.errors import CaptureError, PackgraphWarning, described, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.fingerprint import Change, Fingerprint
 from packgraph.graphs.guard import capturing
@@ -30,7 +30,7 @@ from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.steady import Steady
 from packgraph.graphs.vote import Vote, alone, call_name
-from packgraph.graphs.wrapper import Wrapper, as_in_training
+from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 
 MAX_KEYS = 64
@@ -58,14 +58,39 @@ def graph(
     code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A mapping holds
     options of Inductor, as torch.compile takes them; a string names another compiler (`aot_eager` for tests).
 
-    Raises ValueError for an illegal scope, backend, compiler or count, with all reasons; CaptureError if `strict` and
-    the module cannot be captured at all (DistributedDataParallel, fully sharded parameters, module hooks).
+    Raises TypeError for what is no module; ValueError for an illegal scope, backend, compiler or count, with all
+    reasons; CaptureError if `strict` and the module cannot be captured at all (DistributedDataParallel, fully sharded
+    parameters, module hooks).
     """
-    return GraphedModule(module, capacities, backend, warmup, slots, strict, scope, granularity, compile)
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
+    return GraphedModule(module, Control(module, capacities, backend, warmup, slots, strict, scope, granularity,
+                                         compile))
+
+
+def control(graphed: torch.nn.Module) -> "Control":
+    """What wraps the module of `graphed`, by whatever names the module itself may have.
+
+    Raises TypeError for anything but what `graph` has returned.
+    """
+    if not isinstance(graphed, GraphedModule):
+        raise TypeError("packgraph.control wants the module that packgraph.graph returned, not "
+                        f"an object of type {type(graphed).__name__}")
+    found: Control = control_of(graphed)
+    return found
 
 
 class GraphedModule(Wrapper):
-    """What `packgraph.graph` returns: behaves as the module it wraps (parameters, state_dict, train and eval).
+    """What `packgraph.graph` returns: behaves as the module it wraps, whose names are its names; a call replays.
+
+    Names that the module does not have are those of its `Control`: `graphed.stats`, `graphed.close()`. Setting and
+    deleting always reaches the module. `forward` is the module's own: replacing it takes effect at the next call,
+    calling it runs the module without graphs.
+    """
+
+
+class Control:
+    """What stands behind a graphed module: its slots, graphs and counts. Calling it is calling the graphed module.
 
     stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its slots; outputs and the
     gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones. vote:
@@ -75,7 +100,7 @@ class GraphedModule(Wrapper):
     def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str,
                  warmup: int, slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str,
                  compile: bool | str | Mapping[str, Any] = False) -> None:
-        super().__init__(module)
+        self.module = module
         if warmup < 0 or (slots is not None and slots < 1):
             raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
         self.capacities = () if capacities is None else read_capacities(capacities)
@@ -100,7 +125,6 @@ class GraphedModule(Wrapper):
         self.vote: Vote = alone
         self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
         self._refusal: Refusal | None = None
-        self._seal()
         self._ask_for_refusal()
 
     @property
@@ -118,7 +142,7 @@ class GraphedModule(Wrapper):
         """Name of the backend in use."""
         return self._backend.name
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where possible, eagerly otherwise."""
         claim = self.claim(args, kwargs)
         if isinstance(claim, str):
