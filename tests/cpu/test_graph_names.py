@@ -20,10 +20,9 @@ NAMES = ["stats", "device", "strict", "capacities", "vote", "lends", "backend", 
          "_slots", "_program", "_lock", "_backend", "_control"]
 
 
-def eager_twin(module, call):
-    """What `call(module)` returns and leaves in gradients of an eager copy and of the graphed module."""
-    twin = copy.deepcopy(module)
-    return call(twin), [p.grad for p in twin.parameters()]
+def same_gradients(one, other):
+    pairs = [(a.grad, b.grad) for a, b in zip(one.parameters(), other.parameters(), strict=True)]
+    return any(a is not None for a, _ in pairs) and all(a is b if a is None else torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -45,7 +44,7 @@ def test_the_modules_own_names_win(name, kind):
     control = packgraph.control(graphed)
     assert control.stats.replayed == 3 and control.stats.captured == 1
     assert getattr(graphed, name) is getattr(module, name)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), module.parameters(), strict=True))
+    assert same_gradients(eager, module)
     assert list(graphed.state_dict()) == list(module.state_dict()) == list(eager.state_dict())
     if kind != "class attribute":
         delattr(graphed, name)
@@ -89,7 +88,7 @@ def test_a_property_that_fails_is_not_taken_for_a_name_of_the_wrapper():
             raise AttributeError("not fitted yet")
 
     graphed = graph(Failing(4, 4), warmup=0)
-    with pytest.raises(AttributeError, match="no attribute .stats."):
+    with pytest.raises(AttributeError, match=r"no attribute .stats."):
         graphed.stats  # noqa: B018
     assert not hasattr(graphed, "stats") and packgraph.control(graphed).stats.captured == 0
 
@@ -151,7 +150,7 @@ def test_a_patched_forward_takes_effect(how):
         patched = Patched(model, how)
         train(model, X, 3)
         assert torch.equal(quietly(model, X), model.linear(X) * 2) and patched.seen
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), module.parameters(), strict=True))
+    assert same_gradients(eager, module)
     assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.fallbacks.total() == 0
     seen = patched.seen
     train(graphed, X, 2)
@@ -204,7 +203,7 @@ def test_a_staged_module_with_a_patched_forward_runs_it_eagerly():
     for model in (eager, graphed):
         train(model, X, 2)
     assert dict(graphed.stats.fallbacks) == {"its forward was replaced, so stages no longer say what it does": 3}
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), module.parameters(), strict=True))
+    assert same_gradients(eager, module)
     replayed = graphed.stats.replayed
     del graphed.forward
     train(graphed, X, 2)

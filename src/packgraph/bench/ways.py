@@ -164,7 +164,8 @@ class Graphed(Way):
         super().__init__(name, work, capacities)
         self.call = self.graphed = graph(work.model, capacities=self.capacities, granularity=granularity, warmup=0,
                                          slots=1, strict=True, scope=scope, compile=compile)
-        control(self.graphed).lends = work.hidden is not None  # as a pipeline does: gradients of hidden states stay in the slot
+        # As a pipeline does: gradients of hidden states stay in the slot.
+        control(self.graphed).lends = work.hidden is not None
         self.used: dict[Capacity, PackedBatch] = {}
         self.by_autograd = 0
 

@@ -26,7 +26,7 @@ _CALLED: ContextVar["Wrapper | None"] = ContextVar("packgraph_called_wrapper", d
 
 @contextlib.contextmanager
 def as_in_training(module: torch.nn.Module) -> Iterator[None]:
-    """Gradients are on, and a module in evaluation mode is in training mode for the block.
+    """Gradients are on, anomaly detection is off, and a module in evaluation mode is in training mode for the block.
 
     In a module that is in training mode already, submodules that somebody left in evaluation mode stay so.
     """
@@ -34,7 +34,7 @@ def as_in_training(module: torch.nn.Module) -> Iterator[None]:
     if not module.training:
         module.train()
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
             yield
     finally:
         for owner, mode in flags:

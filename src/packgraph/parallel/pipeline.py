@@ -256,7 +256,7 @@ class Pipeline:
         if isinstance(claim, Claim):
             claim.ticket.kept = True
             return Flight(claim, claim.ticket, direct=action.microbatch != self._watched)
-        chunk.stats.fallbacks[claim] += 1
+        chunk.stats.fell_back(claim)
         ticket = chunk.hold_slot()
         return Flight(None, ticket)
 
