@@ -256,3 +256,13 @@ def test_a_graphed_module_is_freed_at_once_and_copied_as_its_module():
 def test_the_class_of_a_graphed_module_has_a_forward_with_a_signature():
     """Trainers look at `type(model).forward` for names of labels."""
     assert "self" in inspect.signature(type(graph(One())).forward).parameters
+
+
+def test_hooks_of_a_graphed_module_inside_another_are_seen():
+    inner = graph(One(), warmup=0)
+    outer = graph(nn.Sequential(nn.Identity(), inner), warmup=0)
+    train(outer, X, 2)
+    inner.register_forward_hook(lambda module, args, out: out + 1)
+    with pytest.warns(PackgraphWarning, match="forward hooks"):
+        out = outer(X)
+    assert torch.equal(out, inner.linear(X) + 1)

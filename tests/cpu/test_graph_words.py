@@ -55,8 +55,8 @@ def functional(graphed):
 
 CASES = {
     "unknown shape": ({"capacities": PACK}, lambda g: g(OUTSIDE), r"shapes \(5, 4\).*tokens=8", "pad"),
-    "an argument cannot be part of a key": ({}, lambda g: g(X, object()), "argument 'extra' is an object of type object",
-                                            "attributes of the module"),
+    "an argument cannot be part of a key": ({}, lambda g: g(X, object()),
+                                            "argument 'extra' is an object of type object", "attributes of the"),
     "no free slot": ({"slots": 1}, lambda g: (g(X), g(X)), "", r"slots=\.\.\."),
     fallback.SAVED_TENSOR_HOOKS: ({}, checkpointed, "", "checkpoint inside the module"),
     "parameters are not leaf parameters": ({}, functional, "", "functional_call"),

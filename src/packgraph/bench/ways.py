@@ -182,6 +182,7 @@ class Graphed(Way):
     def capture(self, batches: Sequence[PackedBatch]) -> None:
         """Capture all shapes and run the first microbatches. After `warm_up`."""
         self.graphed.build([self.work.arguments(batch) for batch in self.used.values()])
+        control(self.graphed).strict = False  # from here on `complaint` says what ran eagerly, when all ranks are done
         super().prepare(batches)
 
     def run(self, batch: PackedBatch) -> Tensor:

@@ -85,6 +85,8 @@ class Fingerprint:
         self._hooks = [(table, len(table)) for table in _global_hooks()]
         for prefix, owner in owners(module):
             self._note(prefix, owner)
+        self._hooks += [(table, len(table)) for _, owner in module.named_modules() if isinstance(owner, Wrapper)
+                        for table in (getattr(owner, kind) for kind in HOOKS)]
 
     def _note(self, prefix: str, owner: torch.nn.Module) -> None:
         where, dotted = repr(prefix) if prefix else "the module", f"{prefix}." if prefix else ""
@@ -191,7 +193,7 @@ def module_hooks(module: torch.nn.Module) -> str | None:
     The hooks of DTensor's parallel styles only place tensors on the mesh: what they launch is captured with the
     module, so they are fine.
     """
-    for name, owner in owners(module):
+    for name, owner in [*owners(module), *module.named_modules()]:  # a wrapper has hooks of its own
         for kind in HOOKS:
             if any(not hook.__module__.startswith(_PLACING) for hook in getattr(owner, kind).values()):
                 where = f"submodule {name!r}" if name else "the module"

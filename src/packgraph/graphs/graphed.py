@@ -322,6 +322,9 @@ class Control:
             return fallback.NO_GRAD
         if not self.module.training:
             return fallback.EVALUATION
+        reason = reason_around()
+        if reason is not None:
+            return reason
         if self._steady is None and (self._refusal is not None or inside_data_parallel()
                                      or (self._fingerprint and self._fingerprint.hooked())):
             self._ask_for_refusal()
@@ -329,7 +332,7 @@ class Control:
             return self._refusal.reason
         if self._is_patched():
             return fallback.PATCHED
-        reason = reason_around() or undeclared(args, kwargs, self.capacities)
+        reason = undeclared(args, kwargs, self.capacities)
         if reason is None and self._warm_calls_left > 0:
             self._warm_calls_left -= 1
             return fallback.WARM_UP
@@ -373,7 +376,8 @@ class Control:
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call's stages are compiled, which they are now if a replay of this call is possible at all."""
         if self._closed or self._refusal is not None or self._is_patched() \
-                or not (torch.is_grad_enabled() and self.module.training) or undeclared(args, kwargs, self.capacities) is not None:
+                or not (torch.is_grad_enabled() and self.module.training) \
+                or undeclared(args, kwargs, self.capacities) is not None:
             return False
         with self._lock:
             call = signature(args, kwargs, self.device)

@@ -4,7 +4,6 @@
     a number among the arguments takes ever new values  once per argument: each is captured by itself
     no call was ever replayed                           when the module is closed, deleted, or the process ends
 """
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from packgraph.graphs import fallback
 from packgraph.graphs.arguments import named_leaves
-from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line, user_place, warn
+from packgraph.graphs.errors import CaptureError, user_line, user_place, warn
 
 MOST_FLOATS, MOST_OTHERS = 3, 8  # values of an argument when its user is told; integers are often a few sizes
 _SHOWN = 4
@@ -36,7 +35,8 @@ class Notices:
 
     def fell_back(self, reason: str, detail: Callable[[], str] = str) -> None:
         """A call runs eagerly. Raises CaptureError in strict mode if nobody asked for that, after warm-up."""
-        found = fallback.reason_of(reason)
+        # Of code that is traced nobody can tell what `eager` block it will run in.
+        found = fallback.REASONS[reason] if reason == fallback.TRACED else fallback.reason_of(reason)
         if self._quiet and (reason == fallback.WARM_UP or not found.asked):
             self._quiet -= 1
             return
@@ -88,7 +88,8 @@ def _with(reason: str, detail: Callable[[], str]) -> str:
 
 
 def _tell(what: str, remedy: str) -> None:
-    if torch.compiler.is_compiling():  # there is no stack of frames to look at
-        warnings.warn(f"{what}\n  to do: {remedy}", PackgraphWarning, stacklevel=4)
-    else:
-        warn(f"{what}\n  where: {user_line()}\n  to do: {remedy}")
+    warn(f"{what}\n  where: {user_line()}\n  to do: {remedy}")
+
+
+# To torch.compile a call whose result is known: made while it traces, and no part of what is traced.
+_tell._dynamo_marked_constant = True  # type: ignore[attr-defined]

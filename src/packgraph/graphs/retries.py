@@ -15,7 +15,7 @@ FREE_MEMORY = "free memory, or declare fewer or smaller capacities, or fewer slo
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the allocator, or the driver itself, had no memory."""
     return isinstance(error, torch.OutOfMemoryError) \
-        or (isinstance(error, torch.AcceleratorError) and error.error_code == _OUT_OF_MEMORY)
+        or (isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) == _OUT_OF_MEMORY)
 
 
 class Retries:
