@@ -22,6 +22,7 @@ from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, com
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
+from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.slot import Slot
 from packgraph.plan.memory.bank import Lifetime
 
@@ -189,6 +190,6 @@ def explained() -> Iterator[None]:
     except USER_ERRORS as error:
         what = str(error).strip().split("\n")[0] or type(error).__name__
         raise CaptureError(f"{type(error).__name__} while capturing: {what}", raised_line(error.__traceback__),
-                           LEAVE_OUT) from error
+                           FREE_MEMORY if is_out_of_memory(error) else LEAVE_OUT) from error
 
 

@@ -103,7 +103,7 @@ class Claim:
         for index, run in enumerate(self.program.runs):
             region = self.variant.regions.get(index)
             if region is not None and was_eager and not accepts(region, state, homes):
-                self.stats.fallbacks[fallback.OTHER_STATE] += 1
+                self.stats.fell_back(fallback.OTHER_STATE)
                 region = None
             if region is None:
                 state = self.program.run(run, _own_copies(state, homes))

@@ -6,32 +6,38 @@ it if not; copy in, replay, clone out. Every branch that ends in eager execution
 import contextlib
 import threading
 import time
-import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from packgraph.graphs import fallback, saved_tensors
+from packgraph.graphs import fallback
+from packgraph.graphs.arguments import detail
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
+from packgraph.graphs.errors import CaptureError, described, user_line, warn
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.module_state import Change, ModuleState
+from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import OutputGradients
 from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
+from packgraph.graphs.retries import Retries, is_out_of_memory
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.steady import Steady
+from packgraph.graphs.surroundings import is_traced, reason_around
+from packgraph.graphs.unused import free_unused
 from packgraph.graphs.vote import Vote, alone, call_name
-from packgraph.graphs.wrapper import Wrapper, as_in_training
+from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 
 MAX_KEYS = 64
@@ -59,14 +65,39 @@ def graph(
     code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A mapping holds
     options of Inductor, as torch.compile takes them; a string names another compiler (`aot_eager` for tests).
 
-    Raises ValueError for an illegal scope, backend, compiler or count, with all reasons; CaptureError if `strict` and
-    the module cannot be captured at all (DistributedDataParallel, fully sharded parameters, module hooks).
+    Raises TypeError for what is no module; ValueError for an illegal scope, backend, compiler or count, with all
+    reasons; CaptureError if `strict` and the module cannot be captured at all (DistributedDataParallel, fully sharded
+    parameters, module hooks).
     """
-    return GraphedModule(module, capacities, backend, warmup, slots, strict, scope, granularity, compile)
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
+    return GraphedModule(module, Control(module, capacities, backend, warmup, slots, strict, scope, granularity,
+                                         compile))
+
+
+def control(graphed: torch.nn.Module) -> "Control":
+    """What wraps the module of `graphed`, by whatever names the module itself may have.
+
+    Raises TypeError for anything but what `graph` has returned.
+    """
+    if not isinstance(graphed, GraphedModule):
+        raise TypeError("packgraph.control wants the module that packgraph.graph returned, not "
+                        f"an object of type {type(graphed).__name__}")
+    found: Control = control_of(graphed)
+    return found
 
 
 class GraphedModule(Wrapper):
-    """What `packgraph.graph` returns: behaves as the module it wraps (parameters, state_dict, train and eval).
+    """What `packgraph.graph` returns: behaves as the module it wraps, whose names are its names; a call replays.
+
+    Names that the module does not have are those of its `Control`: `graphed.stats`, `graphed.close()`. Setting and
+    deleting always reaches the module. `forward` is the module's own: replacing it takes effect at the next call,
+    calling it runs the module without graphs.
+    """
+
+
+class Control:
+    """What stands behind a graphed module: its slots, graphs and counts. Calling it is calling the graphed module.
 
     stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its slots; outputs and the
     gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones. vote:
@@ -76,12 +107,12 @@ class GraphedModule(Wrapper):
     def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str,
                  warmup: int, slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str,
                  compile: bool | str | Mapping[str, Any] = False) -> None:
-        super().__init__(module)
+        self.module = module
         if warmup < 0 or (slots is not None and slots < 1):
             raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
         self.capacities = () if capacities is None else read_capacities(capacities)
-        self.strict = strict
-        self.stats = Stats()
+        self._notices = Notices(type(module).__name__, strict, warmup)
+        self.stats = Stats(_notice=self._notices.fell_back)
         self._program = Program(module, scope, granularity, choose_compiler(compile, self.stats))
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
@@ -90,7 +121,7 @@ class GraphedModule(Wrapper):
         self._buffers_of_gradients = GradientBuffers()
         self._fingerprint: ModuleState | None = None
         self._warm_calls_left = warmup
-        self._output_gradients = OutputGradients(self.stats.fallbacks)
+        self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = threading.RLock()
         self._rehearsed: dict[Hashable, Rehearsal] = {}
         self._failed: set[Hashable] = set()
@@ -99,10 +130,21 @@ class GraphedModule(Wrapper):
         self._steady: Steady | None = None
         self.lends = False
         self.vote: Vote = alone
+        self._forward_of_class = type(module).forward
+        self._retries = Retries()
+        weakref.finalize(self, self._notices.end)
         self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
         self._refusal: Refusal | None = None
-        self._seal()
         self._ask_for_refusal()
+
+    @property
+    def strict(self) -> bool:
+        """Whether a call that would run eagerly, though nobody asked for that, raises CaptureError."""
+        return self._notices.strict
+
+    @strict.setter
+    def strict(self, strict: bool) -> None:
+        self._notices.strict = strict
 
     @property
     def capture_backend(self) -> Backend:
@@ -119,8 +161,11 @@ class GraphedModule(Wrapper):
         """Name of the backend in use."""
         return self._backend.name
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where possible, eagerly otherwise."""
+        if is_traced():  # whatever follows is no part of what is traced
+            self.stats.fell_back(fallback.TRACED)
+            return self.module(*args, **kwargs)
         claim = self.claim(args, kwargs)
         if isinstance(claim, str):
             return self.fall_back(claim, args, kwargs)
@@ -150,8 +195,12 @@ class GraphedModule(Wrapper):
         reason = self._check_fingerprint()
         if reason is not None:
             return reason
-        if call.key not in self._rehearsed and len(self._rehearsed) >= MAX_KEYS:
-            return fallback.TOO_MANY_KEYS
+        if self._retries.must_wait(call.key):
+            return fallback.NO_MEMORY
+        if call.key not in self._rehearsed:
+            if len(self._rehearsed) >= MAX_KEYS:
+                return fallback.TOO_MANY_KEYS
+            self._notices.new_key(self.module.forward, args, kwargs, self.device)
         claim = self._take(call, args, kwargs)
         if self._steady is not None and isinstance(claim, Claim):
             self._steady.learn(args, kwargs, call)
@@ -166,13 +215,22 @@ class GraphedModule(Wrapper):
             try:
                 variant = self._variant(call, ticket.slot, args, kwargs)
             except CaptureError as error:
-                self._failed.add(call.key)
                 self._steady = self._steady and Steady(self.module, self.device.type)  # it knows this call as fine
-                self._complain(error)
-                return fallback.CAPTURE_FAILED
+                return self._give_up(call, error)
             on_error.pop_all()
         self.stats.replayed += 1
+        self._notices.replays = True
         return Claim(self._program, variant, ticket, self.lends, self.stats, self._steady)
+
+    def _give_up(self, call: Signature, error: CaptureError) -> str:
+        """The reason to run a call eagerly whose capture has failed: for good, or until there is more memory. Other
+        ranks would not try again with this one, so where captures are voted on it is for good."""
+        if self.vote is alone and is_out_of_memory(error.__cause__) and self._retries.wait(call.key):
+            self._complain(error, fallback.NO_MEMORY, "running eagerly for now, because a capture found no memory")
+            return fallback.NO_MEMORY
+        self._failed.add(call.key)
+        self._complain(error)
+        return fallback.CAPTURE_FAILED
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
@@ -221,7 +279,7 @@ class GraphedModule(Wrapper):
         calls.sort(key=lambda pair: pair[0].nbytes, reverse=True)
         with as_in_training(self.module), contextlib.ExitStack() as held:
             self._ask_for_refusal()
-            if self._refusal is not None or self._check_fingerprint() is not None:
+            if self._refusal is not None or reason_around() or self._is_patched() or self._check_fingerprint():
                 return
             tickets = self._slots.reserve(slots or self._slots.limit or 1)
             for ticket in tickets:
@@ -235,6 +293,7 @@ class GraphedModule(Wrapper):
         """Free every graph and pool. Calls run eagerly afterwards."""
         self._closed, self._steady = True, None
         self._slots.clear()
+        self._notices.end()
 
     def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
         failed: CaptureError | None = None
@@ -265,13 +324,16 @@ class GraphedModule(Wrapper):
             return fallback.NO_GRAD
         if not self.module.training:
             return fallback.EVALUATION
+        reason = reason_around()
+        if reason is not None:
+            return reason
         if self._steady is None and (self._refusal is not None or inside_data_parallel()
                                      or (self._fingerprint and self._fingerprint.hooked())):
             self._ask_for_refusal()
         if self._refusal is not None:
             return self._refusal.reason
-        if saved_tensors.are_watched():
-            return fallback.SAVED_TENSOR_HOOKS
+        if self._is_patched():
+            return fallback.PATCHED
         if self._output_gradients.twice:
             return fallback.TWICE
         reason = undeclared(args, kwargs, self.capacities)
@@ -280,15 +342,21 @@ class GraphedModule(Wrapper):
             return fallback.WARM_UP
         return reason
 
+    def _is_patched(self) -> bool:
+        """Whether the module has stages, and another forward than the one that these stand for."""
+        return self._program.staged and ("forward" in vars(self.module)
+                                         or type(self.module).forward is not self._forward_of_class)
+
     def _ask_for_refusal(self) -> None:
         """Whether the module can be captured at all now; what was refused before may be fine again."""
         known, self._refusal = self._refusal, refusal(self.module)
         if self._refusal is not None and (self.strict or self._refusal != known):
-            self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy))
+            self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy), self._refusal.reason)
 
     def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly that could not be claimed, counted under `reason`."""
-        self.stats.fallbacks[reason] += 1
+        self.stats.fell_back(reason, lambda: detail(reason, self.module.forward, args, kwargs, self.device,
+                                                    self.capacities))
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
             call = signature(args, kwargs, self.device)
@@ -305,7 +373,8 @@ class GraphedModule(Wrapper):
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call's stages are compiled, which they are now if a replay of this call is possible at all."""
-        if self._closed or self._refusal is not None or not (torch.is_grad_enabled() and self.module.training) \
+        if self._closed or self._refusal is not None or self._is_patched() \
+                or not (torch.is_grad_enabled() and self.module.training) \
                 or undeclared(args, kwargs, self.capacities) is not None:
             return False
         with self._lock:
@@ -356,7 +425,7 @@ class GraphedModule(Wrapper):
             error = CaptureError(f"{change} after the graphs were captured", user_line(), change.remedy)
             if self.strict:
                 raise error
-            warnings.warn(f"capturing again: {error}", PackgraphWarning, stacklevel=6)
+            warn(f"capturing again: {error}")
         if self._may_capture_now():
             self._failed.clear()
         self.stats.dropped("module changed", self._slots.clear())
@@ -383,6 +452,8 @@ class GraphedModule(Wrapper):
             self.stats.dropped(fallback.NEW_PATTERN, 1)
         if call.key not in slot.variants:
             started = time.perf_counter()
+            if self._retries.is_due(call.key):
+                free_unused(self.device)
             self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
             self._compile(call, args, kwargs)
             if call.key not in self._rehearsed:
@@ -396,12 +467,23 @@ class GraphedModule(Wrapper):
             self.stats.capture_seconds += time.perf_counter() - started
         return slot.variants[call.key]
 
-    def _complain(self, error: CaptureError) -> None:
-        """Raise in strict mode; otherwise warn, and training goes on eagerly."""
+    def _complain(self, error: CaptureError, reason: str = fallback.CAPTURE_FAILED,
+                  so: str = "running eagerly from here on, because a capture failed") -> None:
+        """Raise in strict mode; otherwise warn, and calls run eagerly for `reason`."""
         if self.strict:
             raise error
-        message = f"running eagerly from here on, because a capture failed: {error}"
-        warnings.warn(message, PackgraphWarning, stacklevel=4)
+        self._notices.is_told(reason, error.remedy)
+        warn(f"{so}: {error}")
+
+
+def _counting(fallbacks: Counter[str], notices: Notices) -> Callable[[str], None]:
+    """`Stats.fell_back` of a module, without the rest of its stats, which hold the graphs' memory."""
+
+    def fell_back(reason: str) -> None:
+        notices.fell_back(reason)
+        fallbacks[reason] += 1
+
+    return fell_back
 
 
 def _nothing() -> None:

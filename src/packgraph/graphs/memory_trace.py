@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from packgraph.graphs.capture import capture_variant, rehearse
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.refusals import refusal
 from packgraph.graphs.signature import signature
@@ -37,25 +37,25 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
     Nothing of it but compiled code is remembered, so all ranks that share in a capture go the same way in it whatever
     became of their traces. Raises CaptureError where a capture would; with collectives in the module it is collective.
     """
-    refused, call = refusal(graphed.module), signature(args, {}, graphed.device)
+    own = control(graphed)
+    refused, call = refusal(own.module), signature(args, {}, own.device)
     if refused is not None:
         raise CaptureError(refused.what, user_line(), refused.remedy)
     if call is None:
         raise CaptureError("an argument cannot be part of a key", user_line(),
-                           f"pass tensors on {graphed.device}, packed batches and constants")
+                           f"pass tensors on {own.device}, packed batches and constants")
     lifetimes: list[Lifetime] = []
-    with as_in_training(graphed.module):
-        reason = graphed._check_fingerprint()
+    with as_in_training(own.module):
+        reason = own._check_fingerprint()
         if reason is not None:
             raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
-        graphed._compile(call, args, {})  # first by itself, as before a capture
-        program, backend = graphed._program, graphed.capture_backend
-        gradients = graphed._output_gradients.of(call.key)
-        slot = Slot(0, backend, graphed.device, backend.new_pool())
+        own._compile(call, args, {})  # first by itself, as before a capture
+        program, backend, gradients = own._program, own.capture_backend, own._output_gradients.of(call.key)
+        slot = Slot(0, backend, own.device, backend.new_pool())
         rehearsal = rehearse(program, backend, gradients, args, {})
         try:
-            capture_variant(program, backend, slot, SpareGradients(program.module), gradients, lambda: None,
-                            graphed.lends, args, {}, rehearsal, lifetimes).reset()
+            capture_variant(program, backend, slot, SpareGradients(program.module), gradients, lambda: None, own.lends,
+                            args, {}, rehearsal, lifetimes).reset()
             return MemoryTrace(tuple(lifetimes), slot.buffer_bytes())
         finally:
             rehearsal.read.clear()
@@ -67,8 +67,9 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
 
 def predict_bank(graphed: GraphedModule, traces: Mapping[Capacity, MemoryTrace], slots: int) -> BankMemory:
     """What graphs for all capacities that `traces` are of will take in `slots` slots of `graphed`."""
-    model = BankModel(traces, pool_model(graphed.backend))
-    return model.predict(traces, slots, alone=graphed._slots.limit == 1)
+    own = control(graphed)
+    model = BankModel(traces, pool_model(own.backend))
+    return model.predict(traces, slots, alone=own._slots.limit == 1)
 
 
 def pool_model(backend: str) -> Callable[[], PoolModel]:

@@ -22,6 +22,7 @@ from packgraph.graphs.module_hooks import HOOKS, global_hooks, owners
 from packgraph.graphs.state_kinds import ASSUMED, PLAIN, Mark, contents, same_value
 from packgraph.graphs.state_tables import Form, Table
 from packgraph.graphs.state_walk import SUBMODULE, Refused, Walk
+from packgraph.graphs.wrapper import Wrapper
 
 __all__ = ["PLAIN", "Change", "Mark", "ModuleState", "owners"]
 
@@ -148,7 +149,8 @@ class ModuleState:
         self.refused: Refused | None = walk.refused
         self._assumed = ASSUMED.version
         self._flags = [(owner, owner.training) for owner in walk.owners]
-        hooks = [*global_hooks(), *(getattr(owner, kind) for owner in walk.owners for kind in HOOKS)]
+        wrappers = [owner for owner in self._module.modules() if isinstance(owner, Wrapper)]
+        hooks = [*global_hooks(), *(getattr(owner, kind) for owner in [*walk.owners, *wrappers] for kind in HOOKS)]
         self._hooks = [(table, list(table.values())) for table in hooks if table]
         self._no_hooks = [table for table in hooks if not table]
         self._tables_of = {id(table.holder): table for table in walk.tables}

@@ -5,9 +5,7 @@ An output that gets no gradient is not an output with a gradient of zeros: param
 a captured backward bakes, its *pattern*. Warm-up calls show what to expect. A pattern that was not expected runs once
 eagerly (`recompute.py`), is learned, and is captured at the next call.
 """
-import warnings
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +13,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.errors import PackgraphWarning, user_line
 from packgraph.graphs.strides import Layout, layout_of
 
 MAX_PATTERNS = 8  # per segment and key; beyond them such a backward runs eagerly
+FellBack = Callable[[str], None]
 Pattern = tuple[Layout | None, ...]  # for each output of a segment the layout of its gradient, None = it gets none
 
 
@@ -42,9 +40,9 @@ class KeyGradients:
         version: Grows when a pattern is learned: graphs captured before do not have it.
     """
 
-    def __init__(self, fallbacks: Counter[str], shared: _Shared) -> None:
+    def __init__(self, fell_back: FellBack, shared: _Shared) -> None:
         self.version = 0
-        self._fallbacks, self._shared = fallbacks, shared
+        self._fell_back, self._shared = fell_back, shared
         self.seen: dict[int, Layout] | None = None
         self._patterns: dict[int, dict[Pattern, None]] = {}
 
@@ -63,11 +61,7 @@ class KeyGradients:
 
     def learn(self, segment: int, captured: Sequence[Pattern], pattern: Pattern) -> None:
         """Note a pattern for which a segment has no backward. captured: those for which it has one."""
-        self._fallbacks[fallback.NEW_PATTERN] += 1
-        if self._fallbacks[fallback.NEW_PATTERN] == 1:
-            warnings.warn(f"{fallback.NEW_PATTERN}, so this backward ran eagerly, after the forward was run again; "
-                          f"the next call of this shape captures it.\n  where: {user_line()}\n  to do: use the same "
-                          "outputs in the loss during warm-up", PackgraphWarning, stacklevel=2)
+        self._fell_back(fallback.NEW_PATTERN)
         known = self._patterns.setdefault(segment, dict.fromkeys(captured))
         if pattern not in known and len(known) < MAX_PATTERNS:
             known[pattern] = None
@@ -83,10 +77,10 @@ class KeyGradients:
 
 
 class OutputGradients:
-    """What is known of all calls of one module. fallbacks: counts backwards that run eagerly."""
+    """What is known of all calls of one module. fell_back: told of backwards that run eagerly; it holds no graphs."""
 
-    def __init__(self, fallbacks: Counter[str]) -> None:
-        self._fallbacks, self._shared = fallbacks, _Shared()
+    def __init__(self, fell_back: FellBack) -> None:
+        self._fell_back, self._shared = fell_back, _Shared()
         self._keys: dict[Hashable, KeyGradients] = {}
 
     @property
@@ -97,7 +91,7 @@ class OutputGradients:
     def of(self, key: Hashable) -> KeyGradients:
         """What is known of the calls of `key`."""
         if key not in self._keys:
-            self._keys[key] = KeyGradients(self._fallbacks, self._shared)
+            self._keys[key] = KeyGradients(self._fell_back, self._shared)
         return self._keys[key]
 
     def forget(self) -> None:

@@ -43,7 +43,7 @@ from packgraph.graphs.state_tables import (
     slots_table,
 )
 from packgraph.graphs.tensor_state import OF_TORCH, TensorState
-from packgraph.graphs.wrapper import Wrapper
+from packgraph.graphs.wrapper import Wrapper, wrapped
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
 SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
@@ -110,7 +110,7 @@ class Walk:
 
     def _note_held(self, module: torch.nn.Module, place: Place) -> None:
         """A module that is no registered submodule."""
-        module = module.module if isinstance(module, Wrapper) else module
+        module = wrapped(module) if isinstance(module, Wrapper) else module
         if id(module) in self._seen:
             return
         hooks = module_hooks(module)
