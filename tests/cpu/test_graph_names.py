@@ -40,7 +40,7 @@ def test_the_modules_own_names_win(name, kind):
     eager, graphed = copy.deepcopy(module), graph(module, warmup=0, strict=True)
     for model in (eager, graphed):
         for _ in range(3):
-            model(X).sum().backward()
+            model(X).square().sum().backward()
     control = packgraph.control(graphed)
     assert control.stats.replayed == 3 and control.stats.captured == 1
     assert getattr(graphed, name) is getattr(module, name)
@@ -233,7 +233,7 @@ def test_hooks_of_the_graphed_module_run_around_replays_and_see_it():
     graphed.register_forward_hook(lambda module, args, out: seen.append(module) or out + 1)
     graphed.register_full_backward_hook(lambda module, grads, outs: seen.append(module))
     out = graphed(X.clone().requires_grad_())
-    out.sum().backward()
+    out.square().sum().backward()
     assert torch.equal(out, graphed.linear(X * 2) + 1) and seen == [graphed] * 3
     assert graphed.stats.replayed == 3 and not graphed.module._forward_hooks
 

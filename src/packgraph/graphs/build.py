@@ -130,7 +130,8 @@ class VariantBuild:
         check_outputs(result)
         leaves = tree_leaves(result)
         if not self.lends:
-            refuse_shared_memory(leaves, self.storages, {id(tensor) for tensor in self.alive})
+            captured = {key for key, origin in self.origins.items() if origin.producer is not None}
+            refuse_shared_memory(leaves, self.storages, captured)
         expected = self.gradients.expected(leaves)
         for number, leaf in enumerate(leaves):
             origin = self.origins.get(id(leaf))

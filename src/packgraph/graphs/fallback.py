@@ -38,6 +38,8 @@ WARM_UP = _reason("warm-up", "nothing: the first calls run eagerly, as many as g
 EVALUATION = _reason("evaluation mode", "call train() on the module: graphs are for training", asked=True)
 NO_GRAD = _reason("gradients are off", "leave torch.no_grad: graphs are for training", asked=True)
 INFERENCE = _reason("inference mode", "leave torch.inference_mode: graphs are for training", asked=True)
+FIRST_BACKWARD = _reason("the first backward, which no warm-up call has shown", "nothing: with warmup=0 the first "
+                         "backward shows which outputs get gradients, and is captured at the next call", asked=True)
 CLOSED = _reason("closed", "wrap the module again with packgraph.graph: close() has freed its graphs", asked=True)
 INSIDE = _reason("inside the capture of another module",
                  "nothing: the other module's graphs hold this module's work", asked=True)

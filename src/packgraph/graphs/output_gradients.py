@@ -43,6 +43,7 @@ class KeyGradients:
     def __init__(self, fell_back: FellBack, shared: _Shared) -> None:
         self.version = 0
         self._fell_back, self._shared = fell_back, shared
+        self._guessed = False
         self.seen: dict[int, Layout] | None = None
         self._patterns: dict[int, dict[Pattern, None]] = {}
 
@@ -53,6 +54,7 @@ class KeyGradients:
         if seen is None:  # strides hold for one shape only
             seen = dict.fromkeys(self._shared.latest.get(len(leaves), {}), ())
         found = {number: seen[number] for number in able if number in seen}
+        self._guessed = not found
         return found or dict.fromkeys(able, ())
 
     def known(self, segment: int) -> list[Pattern]:
@@ -61,8 +63,9 @@ class KeyGradients:
 
     def learn(self, segment: int, captured: Sequence[Pattern], pattern: Pattern) -> None:
         """Note a pattern for which a segment has no backward. captured: those for which it has one."""
-        self._fell_back(fallback.NEW_PATTERN)
-        known = self._patterns.setdefault(segment, dict.fromkeys(captured))
+        first = self._guessed and segment not in self._patterns
+        self._fell_back(fallback.FIRST_BACKWARD if first else fallback.NEW_PATTERN)
+        known = self._patterns.setdefault(segment, {} if first else dict.fromkeys(captured))
         if pattern not in known and len(known) < MAX_PATTERNS:
             known[pattern] = None
             self.version += 1

@@ -15,19 +15,22 @@ from packgraph.graphs.guard import LEAVE_OUT
 _REMEDY = "return a copy (.clone()) in its place. " + LEAVE_OUT
 
 
-def refuse_shared_memory(leaves: Sequence[Any], made: Container[int], given: Container[int]) -> None:
+def refuse_shared_memory(leaves: Sequence[Any], made: Container[int], captured: Container[int]) -> None:
     """Raise CaptureError for outputs whose memory is not theirs alone.
 
     Args:
         leaves: The outputs of a call that is captured.
-        made: Storages that the call has made.
-        given: Identities of tensors that the call hands through as they are.
+        made: Storages that captured code has made.
+        captured: Identities of tensors that captured code returns. Others are handed through as they are, or made by
+            eager code, which runs at every replay.
     """
     outputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)
-                    and leaf.layout is torch.strided and leaf.numel() and id(leaf) not in given}.values())
+                    and leaf.layout is torch.strided and leaf.numel()}.values())
     by_storage: dict[int, list[torch.Tensor]] = {}
     for output in outputs:
         storage = output.untyped_storage()._cdata
+        if storage not in made and id(output) not in captured:
+            continue
         if storage not in made:
             raise CaptureError(f"an output of shape {tuple(output.shape)} shares its memory with a tensor that was "
                                "there before the call (an input, a parameter, a buffer): a replay returns a copy, and "
