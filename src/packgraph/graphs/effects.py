@@ -116,10 +116,14 @@ class HostEffects:
                                "never at a replay", _assignment_line(content.owner, names[0]), _RETURN)
         if not _same_states(self._random, _random_states()):
             raise CaptureError("the module draws random numbers on the host (random or numpy.random): a graph would "
-                               "freeze them", _forward_line(self.module), "draw them with torch, or pass them in")
+                               "freeze them", forward_line(self.module), "draw them with torch, or pass them in")
+        self.check_seeds(forward_line(self.module))
+
+    def check_seeds(self, where: str | None = None) -> None:
+        """Raise CaptureError when captured code has seeded a generator. where: its line, None = that which runs."""
         if self._seeds != [generator.initial_seed() for generator in self._generators]:
             raise CaptureError("the module seeds a random generator: a graph would not seed it again",
-                               _forward_line(self.module), RESEED)
+                               where or user_line(), RESEED)
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -188,7 +192,7 @@ class ObservedProgram(Program):
             for number in _numbers(result):
                 if number in frozen and number not in self._given:
                     raise CaptureError(f"the module returns the number {number[1]!r}: every replay would return the "
-                                       "same", _forward_line(self.module), "return a tensor instead. " + LEAVE_OUT)
+                                       "same", forward_line(self.module), "return a tensor instead. " + LEAVE_OUT)
         return result
 
 
@@ -243,10 +247,10 @@ def _assignment_line(module: torch.nn.Module, name: str) -> str:
             for step in dis.get_instructions(code):
                 if step.opname == "STORE_ATTR" and step.argval == name and step.positions is not None:
                     return f"{code.co_filename}:{step.positions.lineno} in {code.co_name}"
-    return _forward_line(module)
+    return forward_line(module)
 
 
-def _forward_line(module: torch.nn.Module) -> str:
+def forward_line(module: torch.nn.Module) -> str:
     """`file.py:LINE in forward` of the module's class."""
     code = getattr(module.forward, "__code__", None)
     if code is None or code.co_filename == torch.nn.modules.module.__file__:

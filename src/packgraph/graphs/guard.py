@@ -157,13 +157,18 @@ def capturing() -> bool:
     return _KNOWN.get() is not None
 
 
-class HostReadGuard(TorchFunctionMode):
+class FunctionWatcher(TorchFunctionMode):
+    """A function mode that is not shown to torch.compile, which would take its Python for the user's."""
+
+
+class HostReadGuard(FunctionWatcher):
     """Refuses host reads of tensors, and seeding. device: only reads of tensors on this device type count (None = all).
+    constants_too: whether tensors made of Python numbers are refused; not where somebody remembers them.
     """
 
-    def __init__(self, device: str | None) -> None:
+    def __init__(self, device: str | None, constants_too: bool = True) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.constants_too = device, constants_too
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> "HostReadGuard":
@@ -182,7 +187,7 @@ class HostReadGuard(TorchFunctionMode):
         if name in _HOST_READS and args and isinstance(args[0], torch.Tensor) and self._counts(args[0].device.type):
             what, remedy = _HOST_READS[name]
             raise CaptureError(f"{what} waits for the device inside a captured stage", user_line(), remedy)
-        if name in _FROM_PYTHON and kwargs and kwargs.get("device") is not None \
+        if self.constants_too and name in _FROM_PYTHON and kwargs and kwargs.get("device") is not None \
                 and self._counts(torch.device(kwargs["device"]).type) \
                 and not (args and isinstance(args[0], torch.Tensor)):
             raise CaptureError(f"torch.{name}(..., device=...) copies host values inside a captured stage, "

@@ -393,7 +393,8 @@ class RecorderBackend:
         window.close()
 
     def warm_up(self, run: Callable[[], None]) -> None:
-        """Not needed: the CPU has nothing to initialise before a capture."""
+        """Run once; the CPU itself has nothing to initialise before a capture."""
+        run()
 
     def generators(self) -> list[torch.Generator]:
         """The CPU's default generator, and those the module holds."""
