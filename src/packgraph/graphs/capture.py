@@ -39,7 +39,6 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
     journal, effects = Journal(), effects or HostEffects(module)
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
-    states = [generator.get_state() for generator in generators]
     collecting = gc.isenabled()
     gc.disable()
     torch.clear_autocast_cache()
@@ -47,8 +46,9 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
         for buffer in module.buffers():
             journal.before_write(buffer)
     effects.begin(generators)
+    journal.draws = effects.draws
     try:
-        with known_generators(generators):
+        with known_generators(generators), effects.draws.watching():
             yield journal
         effects.check()
     finally:
@@ -56,8 +56,6 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
         torch.clear_autocast_cache()
         with torch.no_grad():
             journal.restore()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
         if collecting:
             gc.enable()
 
