@@ -5,19 +5,17 @@ other memory would each be there once, at capture, and on tensors that stand for
 called, at the user's line; what torch does not show is seen on the tensors when the forward has ended.
 """
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import LEAVE_OUT, FunctionWatcher
+from packgraph.graphs.host_calls import Watcher, watched_calls
 from packgraph.graphs.parameters import local_tensor
 
-_HERE = str(Path(__file__).parent)
 _HOOK = "a replay would not register it", \
     "register hooks outside of forward, on parameters or outputs, or write a torch.autograd.Function"
 _BACKWARD = "it adds to .grad at capture only, never at a replay", \
@@ -39,7 +37,6 @@ _REFUSED = {
 }
 _COMPILERS = "_dynamo_"  # torch.compile marks tensors
 _DATA = torch.Tensor.data.__set__
-_NODE = torch.Tensor.grad_fn.__get__
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
 
 
@@ -75,7 +72,7 @@ def only_forward(outside: Iterable[torch.Tensor], where: str, assigned: Callable
     """
     tensors = {id(tensor): tensor for tensor in outside}
     before = {key: _Facts.of(tensor) for key, tensor in tensors.items()}
-    with _ForwardCalls(tensors, assigned):
+    with _ForwardCalls(tensors, assigned), watched_calls(_Builtins()):
         yield
     for key, tensor in tensors.items():
         _compare(tensor, before[key], _Facts.of(tensor), where)
@@ -96,6 +93,24 @@ def _compare(tensor: torch.Tensor, old: _Facts, new: _Facts, where: str) -> None
                        "do it", where, "do it outside of forward, or write to the tensor in place. " + LEAVE_OUT)
 
 
+class _Builtins(Watcher):
+    """Refuses what torch's function modes do not see."""
+
+    def __init__(self) -> None:
+        self.builtins = {"register_hook": _refuse_on_node, "register_prehook": _refuse_on_node, "resize_": _refuse_resize}
+
+
+def _refuse_on_node(frame: FrameType, function: Any, done: bool) -> None:
+    if not isinstance(function.__self__, torch.Tensor):
+        raise CaptureError(f"{function.__name__} of an autograd node inside a captured stage: {_HOOK[0]}",
+                           user_line(frame), _HOOK[1])
+
+
+def _refuse_resize(frame: FrameType, function: Any, done: bool) -> None:
+    if isinstance(function.__self__, torch.UntypedStorage):
+        raise CaptureError("a storage is resized inside a captured stage (FSDP does this)", user_line(frame), LEAVE_OUT)
+
+
 class _ForwardCalls(FunctionWatcher):
     """Refuses calls at their line. outside: tensors from outside, by identity."""
 
@@ -111,21 +126,9 @@ class _ForwardCalls(FunctionWatcher):
                 self._assigned(args[0])
             what, why, remedy = refused
             raise CaptureError(f"{what} inside a captured stage: {why}", user_line(), remedy)
-        if func == _NODE:
-            _refuse_node()
-        elif func in _SWITCHES and id(args[0]) in self._outside:
+        if func in _SWITCHES and id(args[0]) in self._outside:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if args[0].requires_grad != wanted:
                 raise CaptureError("requires_grad of a tensor from outside is changed inside a captured stage: a replay "
                                    "would not do it", user_line(), "do it before the call, or on a detached tensor")
         return func(*args, **kwargs)
-
-
-def _refuse_node() -> None:
-    """grad_fn leads to the hooks of nodes, which nobody sees; torch itself reads it without harm."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
-        frame = frame.f_back
-    if frame is not None and is_user_file(frame.f_code.co_filename):
-        raise CaptureError("Tensor.grad_fn inside a captured stage: an input has none there, and hooks of nodes would "
-                           "not be registered again by a replay", user_line(), _HOOK[1])

@@ -163,9 +163,7 @@ class VariantBuild:
         torch.clear_autocast_cache()
         with torch.enable_grad():
             graph, (result, aliases) = self.window.capture(lambda: self._run_captured(run, shown, leaves))
-        if versions != [leaf._version for leaf in leaves]:
-            raise CaptureError(f"{self.program.describe(run)} changes one of its inputs in place", user_line(),
-                               "write to a new tensor: the caller's tensor would not change when the graph is replayed")
+        refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
         parameters = self._parameters_of(outputs)
         statics = [self.window.static(out) for out in outputs]
@@ -307,6 +305,13 @@ class VariantBuild:
             elif entry.lend:  # read when the last backward has run: none of those to come may take its memory
                 self.lent.append(gradient)
             leaf.grad = None
+
+
+def refuse_changed_inputs(versions: list[int], inputs: list[torch.Tensor], name: str) -> None:
+    """Raise CaptureError when captured code, called `name`, has written to one of its inputs. versions: before."""
+    if versions != [leaf._version for leaf in inputs]:
+        raise CaptureError(f"{name} changes one of its inputs in place", user_line(),
+                           "write to a new tensor: the caller's tensor would not change when the graph is replayed")
 
 
 def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:

@@ -16,7 +16,7 @@ from packgraph.graphs import saved_tensors
 from packgraph.graphs.autograd_calls import only_forward
 from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Backend
-from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state, numbers_of_tensors
+from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state, numbers_of_tensors, refuse_changed_inputs
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
@@ -44,7 +44,6 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
     journal, effects = Journal(), effects or HostEffects(module)
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
-    states = [generator.get_state() for generator in generators]
     collecting = gc.isenabled()
     gc.disable()
     torch.clear_autocast_cache()
@@ -52,8 +51,9 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
         for buffer in module.buffers():
             journal.before_write(buffer)
     effects.begin(generators)
+    journal.draws = effects.draws
     try:
-        with known_generators(generators):
+        with known_generators(generators), effects.draws.watching():
             yield journal
         effects.check()
     finally:
@@ -61,8 +61,6 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
         torch.clear_autocast_cache()
         with torch.no_grad():
             journal.restore()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
         if collecting:
             gc.enable()
 
@@ -156,7 +154,7 @@ def _once(program: Program, backend: Backend, observed: Observed, args: tuple[An
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
         parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
-        run = _Run(watched, backend, observed, journal, parameters, seen, effects)
+        run = _Run(watched, backend, observed, journal, parameters, seen)
         how(lambda: found.append(run(args, kwargs)))
         return found[0]
 
@@ -178,8 +176,8 @@ class _Run:
     """A watched run of `program`, whose parameters have aliases: `parameters`."""
 
     def __init__(self, program: Program, backend: Backend, observed: Observed, journal: Journal,
-                 parameters: list[Any], seen: Observation, effects: HostEffects) -> None:
-        self.program, self.observed, self.journal, self.seen, self.effects = program, observed, journal, seen, effects
+                 parameters: list[Any], seen: Observation) -> None:
+        self.program, self.observed, self.journal, self.seen = program, observed, journal, seen
         self.parameters, self.buffers = parameters, list(program.module.buffers())
         self.device, self.device_type = backend.guard_device, backend.device_type
         self.where = forward_line(program.module)
@@ -207,8 +205,10 @@ class _Run:
         outside = [*self.parameters, *self.buffers, *given]
         with self._unchanged(), HostReadGuard(self.device, constants_too=False), \
                 only_forward(outside, self.where, self._assigned), self.seen.constants.remembering(), \
-                ObservingWatch(self.journal, self.device, self.seen, self.effects.check_seeds) as watch:
+                ObservingWatch(self.journal, self.device, self.seen, forward=True) as watch:
+            versions = [leaf._version for leaf in given]
             result = self.program.run(run, shown)
+            refuse_changed_inputs(versions, given, self.program.describe(run))
         for leaf in leaves_behind(tree_leaves(result)):
             if id(leaf) not in self.known and not self.seen.has_made(leaf):
                 raise CaptureError(
@@ -235,7 +235,7 @@ class _Run:
             return
         whole = all(run.captured for run in self.program.runs)
         # Hooks that eager stages have registered may do what they like: they run at every replay, too.
-        watch = ObservingWatch(self.journal, self.device, self.seen) if whole \
+        watch = ObservingWatch(self.journal, self.device, self.seen, forward=False) if whole \
             else Watch(self.journal, refuse=True, device=self.device)
         with self._unchanged() if whole else contextlib.nullcontext(), HostReadGuard(self.device), watch, \
                 torch.autocast(self.device_type, enabled=False):

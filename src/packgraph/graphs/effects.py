@@ -6,8 +6,6 @@ since they run at every replay. In all cases what the capture did is undone: a c
 """
 import contextlib
 import dis
-import random
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fingerprint import PLAIN, Mark, owners
-from packgraph.graphs.guard import LEAVE_OUT, RESEED
+from packgraph.graphs.guard import LEAVE_OUT
 from packgraph.graphs.program import Program
+from packgraph.graphs.random_state import Draws
 from packgraph.plan.regions import Run
 from packgraph.plan.stages import State
 
-# Seeded before a capture, so that code which seeds a generator is seen: its seed is then another one.
-_MARKED_SEED = 0x7061636B
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 # An RNN keeps its parameters in lists too, and makes them anew when it meets aliases. Undone like all else.
@@ -84,22 +81,15 @@ class HostEffects:
         self.assigned: set[Mark] = set() if assigned is None else assigned
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
-        """Remember everything, and mark the seeds of `generators`, whose states the caller puts back."""
-        self._generators = list(generators)
-        for generator in self._generators:
-            generator.manual_seed(_MARKED_SEED)
+        """Remember everything. generators: those that captured code may draw from."""
         self._before = self._expected = self._contents()
-        self._seeds = [_MARKED_SEED] * len(self._generators)
-        self._random_before = self._random = _random_states()
+        self.draws = Draws(generators)
 
     def undo(self) -> None:
         """Put back what Python code has changed."""
         for content in self._before:
             content.restore()
-        python, numpy = self._random_before
-        random.setstate(python)
-        if numpy is not None:
-            sys.modules["numpy.random"].set_state(numpy)
+        self.draws.undo()
 
     def check(self, parameters_too: bool = True) -> None:
         """Raise CaptureError when captured code has changed something that a replay would not change.
@@ -114,29 +104,19 @@ class HostEffects:
             what = f"{type(content.owner).__name__}.forward" + (f" ({content.prefix})" if content.prefix else "")
             raise CaptureError(f"{what} assigns or changes self.{names[0]}: that would happen at capture only, "
                                "never at a replay", _assignment_line(content.owner, names[0]), _RETURN)
-        if not _same_states(self._random, _random_states()):
-            raise CaptureError("the module draws random numbers on the host (random or numpy.random): a graph would "
-                               "freeze them", forward_line(self.module), "draw them with torch, or pass them in")
-        self.check_seeds(forward_line(self.module))
-
-    def check_seeds(self, where: str | None = None) -> None:
-        """Raise CaptureError when captured code has seeded a generator. where: its line, None = that which runs."""
-        if self._seeds != [generator.initial_seed() for generator in self._generators]:
-            raise CaptureError("the module seeds a random generator: a graph would not seed it again",
-                               where or user_line(), RESEED)
+        self.draws.check(forward_line(self.module))
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
         self.check(parameters_too=False)
         before = self._contents()
-        yield
+        with self.draws.allowed():
+            yield
         for content in before:
             self.volatile.update((id(content.owner), name) for name in content.changed())
         parameters = [content for content in self._expected if content.attribute == "_parameters"]
         self._expected = [c for c in self._contents() if c.attribute != "_parameters"] + parameters
-        self._random = _random_states()
-        self._seeds = [generator.initial_seed() for generator in self._generators]
 
     def _contents(self) -> list[_Content]:
         found: dict[int, _Content] = {}
@@ -223,18 +203,6 @@ def _differences(now: Any, old: Any, exact: bool = False) -> list[Any]:
 
 def _same(now: Any, old: Any, exact: bool) -> bool:
     return now is old or (not exact and isinstance(now, PLAIN) and type(now) is type(old) and bool(now == old))
-
-
-def _random_states() -> tuple[Any, Any]:
-    """The states of Python's and of numpy's global generator, the latter if numpy is in use at all."""
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), numpy.get_state() if numpy is not None else None
-
-
-def _same_states(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    if one[1] is None or other[1] is None:  # numpy was imported meanwhile: it cannot have been drawn from knowingly
-        return bool(one[0] == other[0])
-    return bool(one[0] == other[0] and one[1][1].tobytes() == other[1][1].tobytes() and one[1][2:] == other[1][2:])
 
 
 def _assignment_line(module: torch.nn.Module, name: str) -> str:

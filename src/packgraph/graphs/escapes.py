@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
@@ -161,23 +161,19 @@ class Observation:
 
 
 class ObservingWatch(Watch):
-    """A watch that tells `seen` what captured code does. check_seeds: called before an operation of a forward draws
-    random numbers; None = it is a backward, whose calls are not compared."""
+    """A watch that tells `seen` what captured code does. forward: whether it is a forward, whose calls are compared."""
 
-    def __init__(self, journal: Journal, device: str | None, seen: Observation,
-                 check_seeds: Callable[[], None] | None = None) -> None:
+    def __init__(self, journal: Journal, device: str | None, seen: Observation, forward: bool) -> None:
         super().__init__(journal, refuse=True, device=device)
-        self.seen, self.check_seeds = seen, check_seeds
+        self.seen, self.forward = seen, forward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         looked_at = not shapes_only(types) and all(t in PLAIN_TENSORS for t in types) \
             and not isinstance(func, torch._ops.HigherOrderOperator)
         operands = tree_flatten((args, kwargs or {}))[0]
         written = written_tensors(func, args, kwargs or {}) if looked_at and func._schema.is_mutable else []
-        if looked_at and self.check_seeds is not None:
+        if looked_at and self.forward:
             self.seen.called(func, operands)
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                self.check_seeds()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         made = tree_flatten(result)[0]
         if looked_at and not shapes_only(type(out) for out in made):
