@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from packgraph.graphs.errors import CaptureError as CaptureError
     from packgraph.graphs.fallback import eager as eager
     from packgraph.graphs.graphed import graph as graph
+    from packgraph.graphs.state_kinds import assume_constant as assume_constant
     from packgraph.packing.batch import PackedBatch as PackedBatch
     from packgraph.packing.capacity import Capacity as Capacity
     from packgraph.packing.pack import pack as pack
 
-__all__ = ["Capacity", "CaptureError", "PackedBatch", "eager", "graph", "pack"]
+__all__ = ["Capacity", "CaptureError", "PackedBatch", "assume_constant", "eager", "graph", "pack"]
 __version__ = "0.1.0"
 
 _HOMES = {"Capacity": "packing.capacity", "CaptureError": "graphs.errors", "PackedBatch": "packing.batch",
-          "eager": "graphs.fallback", "graph": "graphs.graphed", "pack": "packing.pack"}
+          "assume_constant": "graphs.state_kinds", "eager": "graphs.fallback", "graph": "graphs.graphed",
+          "pack": "packing.pack"}
 
 
 def __getattr__(name: str) -> Any:

@@ -221,7 +221,8 @@ def test_the_key_ignores_values_but_not_shapes():
 
 
 def test_public_names():
-    assert set(packgraph.__all__) == {"Capacity", "PackedBatch", "pack", "graph", "eager", "CaptureError"}
+    assert set(packgraph.__all__) == {"Capacity", "PackedBatch", "pack", "graph", "eager", "CaptureError",
+                                      "assume_constant"}
     assert issubclass(CaptureError, RuntimeError)
 
 

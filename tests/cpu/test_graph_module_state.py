@@ -9,7 +9,7 @@ from torch import nn
 
 from packgraph.graphs.effects import HostEffects
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
-from packgraph.graphs.fingerprint import Fingerprint
+from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.guard import refuse_unsafe
 
@@ -90,14 +90,14 @@ def test_the_warning_says_what_fits(change, remedy):
 
 def test_equal_values_are_no_change_and_the_check_is_cheap():
     module = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(130))
-    fingerprint = Fingerprint(module)
+    state = ModuleState(module)
     for layer in module:
         layer[1].p, layer[0].in_features = float("0.1"), int("4")
-    assert fingerprint.changed() is None
+    assert state.changed() is None
     times = []
     for _ in range(20):
         started = time.perf_counter()
-        fingerprint.changed()
+        state.changed()
         times.append(time.perf_counter() - started)
     assert min(times) < 0.005  # 0.5 ms on an idle machine: generous, since tests share theirs
 

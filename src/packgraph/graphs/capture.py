@@ -22,10 +22,11 @@ from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
 from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
+from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.slot import Slot
-from packgraph.graphs.surroundings import Surroundings
+from packgraph.graphs.reached import Remembered, refuse_changes
 from packgraph.plan.memory.bank import Lifetime
 
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
@@ -105,10 +106,11 @@ def rehearse(program: Program, backend: Backend, observed: Observed,
     Raises CaptureError at the line of what a capture could not hold, or a replay would not do, while that is still
     harmless: operations, tensors that leave other than through the outputs, numbers that differ between the runs.
     """
-    around = Surroundings(program.module, forward_line(program.module))
+    around, state = Remembered(program.module), ModuleState(program.module)
     try:
         return _compared(program, backend, observed, args, kwargs)
     except CaptureError:
+        program.assigned |= state.moved()  # eager calls do that too: no reason to try again
         around.restore()
         raise
 
@@ -154,7 +156,7 @@ def _once(program: Program, backend: Backend, observed: Observed, args: tuple[An
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
         parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
-        run = _Run(watched, backend, observed, journal, parameters, seen)
+        run = _Run(watched, effects, backend, observed, journal, parameters, seen)
         how(lambda: found.append(run(args, kwargs)))
         return found[0]
 
@@ -175,9 +177,9 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
 class _Run:
     """A watched run of `program`, whose parameters have aliases: `parameters`."""
 
-    def __init__(self, program: Program, backend: Backend, observed: Observed, journal: Journal,
+    def __init__(self, program: Program, effects: HostEffects, backend: Backend, observed: Observed, journal: Journal,
                  parameters: list[Any], seen: Observation) -> None:
-        self.program, self.observed, self.journal, self.seen = program, observed, journal, seen
+        self.program, self.effects, self.observed, self.journal, self.seen = program, effects, observed, journal, seen
         self.parameters, self.buffers = parameters, list(program.module.buffers())
         self.device, self.device_type = backend.guard_device, backend.device_type
         self.where = forward_line(program.module)
@@ -245,10 +247,11 @@ class _Run:
     def _unchanged(self) -> Iterator[None]:
         """Captured code runs in the block. Raises CaptureError for what it changes in Python outside of the module; a
         first run may, since caches are filled then."""
-        around = None if self.seen.is_first else Surroundings(self.program.module, self.where)
+        before = None if self.seen.is_first else ModuleState(self.program.module)
         yield
-        if around is not None:
-            around.check()
+        if before is not None:
+            self.effects.check(parameters_too=False)  # which knows the line of an assignment
+            refuse_changes(self.program.module, before, self.where)
 
     def _assigned(self, tensor: torch.Tensor) -> None:
         """Captured code gives a parameter or buffer other memory: that eager calls do it is no reason to try again."""

@@ -6,7 +6,7 @@ since they run at every replay. In all cases what the capture did is undone: a c
 """
 import contextlib
 import dis
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.fingerprint import PLAIN, Mark, owners
 from packgraph.graphs.guard import LEAVE_OUT
+from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.program import Program
 from packgraph.graphs.random_state import Draws
 from packgraph.plan.regions import Run
@@ -56,9 +56,10 @@ class _Content:
         if isinstance(self.container, list):
             self.container[:] = self.copy
         elif isinstance(self.container, dict):
-            # Not the methods of a subclass: a Counter's update would add.
-            dict.clear(self.container)
-            dict.update(self.container, self.copy)
+            # Not the methods of a subclass: a Counter's update would add. An ordered one keeps its order beside.
+            kind = OrderedDict if isinstance(self.container, OrderedDict) else dict
+            kind.clear(self.container)
+            kind.update(self.container, self.copy)
         elif isinstance(self.container, set):
             self.container.clear()
             self.container.update(self.copy)
@@ -84,6 +85,7 @@ class HostEffects:
         """Remember everything. generators: those that captured code may draw from."""
         self._before = self._expected = self._contents()
         self.draws = Draws(generators)
+        self._state: ModuleState | None = None  # what eager code may change beside the module's own attributes
 
     def undo(self) -> None:
         """Put back what Python code has changed."""
@@ -111,8 +113,12 @@ class HostEffects:
         """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
         self.check(parameters_too=False)
         before = self._contents()
+        if self._state is None:
+            self._state = ModuleState(self.module)
+        self._state.moved()
         with self.draws.allowed():
             yield
+        self.volatile |= self._state.moved()
         for content in before:
             self.volatile.update((id(content.owner), name) for name in content.changed())
         parameters = [content for content in self._expected if content.attribute == "_parameters"]

@@ -21,8 +21,8 @@ from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.fingerprint import Change, Fingerprint
 from packgraph.graphs.guard import capturing
+from packgraph.graphs.module_state import Change, ModuleState
 from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
@@ -87,7 +87,7 @@ class GraphedModule(Wrapper):
         self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
         self._slots = Slots(self._backend, self.device, slots)
         self._buffers_of_gradients = GradientBuffers()
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprint: ModuleState | None = None
         self._warm_calls_left = warmup
         self._observed: dict[int, set[int]] = {}
         self._lock = threading.RLock()
@@ -340,16 +340,18 @@ class GraphedModule(Wrapper):
         """
         if self._steady is not None:
             return None
-        change = self._fingerprint.changed() if self._fingerprint is not None else None
-        if self._fingerprint is not None and change is None:
-            return None
-        if not are_leaves(self.module):
-            return fallback.NOT_LEAVES
-        if change is not None:
-            self._start_again(change)
-        self._program = self._program.rebuilt()
-        self._fingerprint = Fingerprint(self.module, self._program.volatile)
-        return None
+        change, before = (self._fingerprint.changed(), self._fingerprint.refused) if self._fingerprint else (None, None)
+        if self._fingerprint is None or change is not None:
+            if not are_leaves(self.module):
+                return fallback.NOT_LEAVES
+            if change is not None:
+                self._start_again(change)
+            self._program = self._program.rebuilt()
+            self._fingerprint = ModuleState(self.module, self._program.volatile)
+        refused = self._fingerprint.refused
+        if refused is not None and (self.strict or refused != before):
+            self._complain(CaptureError(refused.what, user_line(), refused.remedy))
+        return None if refused is None else fallback.HIDDEN_STATE
 
     def _start_again(self, change: Change) -> None:
         self._refuse_another_device()

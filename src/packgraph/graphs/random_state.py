@@ -256,7 +256,9 @@ def _mentions(frame: FrameType, numpy: Any) -> bool:
     held = getattr(first, "__dict__", {})
     found = [*variables.values(), *(scope[name] for name in code.co_names for scope in (frame.f_globals, held)
                                     if name in scope)]
-    draws = numpy.mtrand._rand
+    draws = getattr(getattr(numpy, "mtrand", None), "_rand", None)
+    if draws is None:  # numpy is being imported
+        return False
     for value in found:
         if value is draws or value is numpy or (isinstance(value, MethodType) and value.__self__ is draws):
             return True

@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import torch
 
-from packgraph.graphs.fingerprint import module_hooks
+from packgraph.graphs.module_hooks import module_hooks
 
 
 class Refusal(NamedTuple):

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend, Graph, Static
 from packgraph.graphs.capture import compiled_code, explained, undone
-from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.fingerprint import Fingerprint
+from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.guard import HostReadGuard, Watch
 from packgraph.graphs.lanes import Lanes
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters
@@ -63,7 +63,7 @@ class GraphedStep:
         self.vote: Vote = alone  # asked after every capture, as in GraphedModule
         slot = self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprint: ModuleState | None = None
         self._failed: set[Hashable] = set()
         self.stats = Stats(_pool_bytes=lambda: slot.pool.nbytes())
 
@@ -103,11 +103,13 @@ class GraphedStep:
             return True
         if call.key in self._failed or len(self._slot.variants) >= self.limit:
             return False
-        self._fingerprint = self._fingerprint or Fingerprint(self.modules)
+        self._fingerprint = self._fingerprint or ModuleState(self.modules)
         self.stats.dropped("a larger variant took the slot", self._slot.make_room(call.nbytes))
         started = time.perf_counter()
         failed: CaptureError | None = None
         try:
+            if self._fingerprint.refused is not None:
+                raise CaptureError(self._fingerprint.refused.what, user_line(), self._fingerprint.refused.remedy)
             self._slot.variants[call.key] = self._capture(args)
         except CaptureError as error:
             failed = error

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packgraph.graphs.fingerprint import owners
+from packgraph.graphs.module_hooks import owners
 from packgraph.graphs.saved_tensors import are_others, are_watched_by_others
 from packgraph.offload.engine import Offload
 from packgraph.offload.marks import Mark, nowhere

@@ -1,0 +1,64 @@
+"""Names that code reads: globals, attributes and imports, nested functions included."""
+import dis
+import functools
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import packgraph
+from packgraph.graphs.errors import is_user_file
+
+_PACKGRAPH = str(Path(packgraph.__file__).parent)
+_LIBRARIES = ("torch", "numpy", "triton")
+
+
+class Reads(NamedTuple):
+    """names: globals. attributes: of anything, and strings that may be names of attributes. imports: (level, name)."""
+
+    names: frozenset[str]
+    attributes: frozenset[str]
+    imports: frozenset[tuple[int, str]]
+
+
+@functools.lru_cache(maxsize=8192)
+def reads_of(code: types.CodeType) -> Reads:
+    """What `code` reads by name."""
+    names, imports, constants = set[str](), set[tuple[int, str]](), list[Any]()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            names.add(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            level = constants[-2] if len(constants) > 1 and isinstance(constants[-2], int) else 0
+            imports.add((level, step.argval))
+        elif step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")):
+            constants.append(step.argval)
+    attributes = {*code.co_names, *(value for value in code.co_consts if isinstance(value, str) and len(value) < 64)}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            more = reads_of(inner)
+            names, attributes, imports = names | more.names, attributes | more.attributes, imports | more.imports
+    return Reads(frozenset(names), frozenset(attributes), frozenset(imports))
+
+
+def imported(level: int, name: str, package: str | None) -> list[types.ModuleType]:
+    """The loaded modules that an import statement makes readable: `a.b` binds `a`, or what `from a.b` names."""
+    full = importlib.util.resolve_name("." * level + name, package) if level and package else name
+    found = (sys.modules.get(part) for part in {full, full.partition(".")[0]})
+    return [module for module in found if module is not None]
+
+
+@functools.lru_cache(maxsize=8192)
+def is_library(name: str) -> bool:
+    """Whether the Python module `name` belongs to torch, numpy, packgraph or the standard library: what it holds is
+    taken as it is."""
+    if name in sys.builtin_module_names or name.partition(".")[0] in _LIBRARIES:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and (file.startswith(_PACKGRAPH) or not is_user_file(file))
+
+
+def is_library_class(kind: type) -> bool:
+    """Whether a class comes from a library or from C."""
+    return is_library(kind.__module__)

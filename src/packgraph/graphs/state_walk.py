@@ -1,0 +1,337 @@
+"""The walk over all Python state that a module's forward can read.
+
+It begins at the module and follows attributes, containers, objects, modules held anywhere, and the names that the code
+of forward reads: globals, closures, class attributes. Of classes it walks the methods whose name occurs in code that
+was walked before, so what nothing calls is left out.
+"""
+import enum
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from packgraph.graphs.code_reads import imported, is_library, is_library_class, reads_of
+from packgraph.graphs.module_hooks import module_hooks, owners
+from packgraph.graphs.state_kinds import (
+    ASSUMED,
+    DEPTH,
+    LARGEST_BYTES,
+    MOST_CONTAINERS,
+    Mark,
+    Treatment,
+    contents,
+    global_generators,
+    row_of,
+    value_key,
+)
+from packgraph.graphs.state_tables import (
+    MISSING,
+    Place,
+    Table,
+    class_table,
+    closure_table,
+    contents_table,
+    fields_table,
+    function_table,
+    names_table,
+    referent_table,
+    slot_names,
+    slots_table,
+)
+from packgraph.graphs.tensor_state import OF_TORCH, TensorState
+from packgraph.graphs.wrapper import Wrapper
+
+INTERNAL = frozenset(vars(torch.nn.Module()))
+SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
+_CALLED = frozenset({"forward", "backward", "begin", "stages", "end"})  # by torch and by whoever runs stages
+_NOT_IN_CALLS = frozenset({"__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
+                           "__setstate__", "__init_subclass__", "__class_getitem__", "__copy__", "__deepcopy__",
+                           "__setattr__", "__delattr__", "__dir__", "__sizeof__"})
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+_GLOBAL, _VARIABLE, _CLASS = "the global ", "the closure variable ", "the class attribute "
+
+
+class Refused(NamedTuple):
+    """State that cannot be watched, in words, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+class Walk:
+    """Everything about `module` that graphs bake, as it is now.
+
+    tables: containers and what they hold. tensors: their facts. owners: modules. arrays: with their place, attribute
+    and contents. refused: why the module cannot be watched.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.tables: list[Table] = []
+        self.tensors = TensorState()
+        self.owners: list[torch.nn.Module] = []
+        self.arrays: list[tuple[Any, Place, Mark, tuple[Any, ...]]] = []
+        self.refused: Refused | None = None
+        self._seen: dict[int, int] = {}
+        self._functions: dict[int, types.FunctionType] = {}
+        self._classes: dict[type, bool] = {}
+        self._names = set(_CALLED)
+        self._globals: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+        self._own_generators = {id(generator) for generator in global_generators()}
+        self._note_module(module, Place(""))
+        self._walk_methods()
+        self.tables += [names_table(namespace, names, Place(name, _GLOBAL))
+                        for namespace, name, names in self._globals.values()]
+
+    # ---- modules
+
+    def _note_module(self, module: torch.nn.Module, place: Place) -> None:
+        left_out = {id(child) for owner in module.modules() if owner in ASSUMED for child in owner.modules()}
+        for name, owner in owners(module):
+            if id(owner) not in left_out and id(owner) not in self._seen:
+                self._seen[id(owner)] = 0
+                self.owners.append(owner)
+                self._note_owner(owner, place.field(name) if name else place)
+
+    def _note_owner(self, owner: torch.nn.Module, place: Place) -> None:
+        self._note_class(type(owner))
+        children = contents_table(owner._modules, place, SUBMODULE, "a submodule of", by_field=True)
+        self.tables.append(children)
+        fields = fields_table(owner, place, INTERNAL)
+        self.tables.append(fields)
+        self._note_entries(fields, 0)
+        for values in (owner._parameters, owner._buffers):
+            table = contents_table(values, place, None, "a parameter or buffer of", by_field=True, owner=owner)
+            self.tables.append(table)
+            self._note_entries(table, 0)
+
+    def _note_held(self, module: torch.nn.Module, place: Place) -> None:
+        """A module that is no registered submodule."""
+        module = module.module if isinstance(module, Wrapper) else module
+        if id(module) in self._seen:
+            return
+        hooks = module_hooks(module)
+        if hooks is not None and self.refused is None:
+            self.refused = Refused(f"{place} is a module with hooks ({hooks}): they would run at capture only",
+                                   "remove the hooks, or do their work in forward")
+        self._note_module(module, place)
+
+    # ---- values
+
+    def _note_entries(self, table: Table, depth: int) -> None:
+        for key, value in table.entries:
+            self._note(value, table.place_of(key), table.mark_of(key), depth)
+            if table.ordered and type(key) is not int and value_key(key) is None:
+                self._note(key, table.place_of(key), table.mark_of(key), depth)
+
+    def _note(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
+        row = row_of(value)
+        how = row.treatment
+        if how is Treatment.IDENTITY or value is MISSING or value in ASSUMED:
+            return
+        if how is Treatment.VALUE:
+            if "__dict__" in vars(type(value)) and not isinstance(value, enum.Enum):  # of a class derived from int, say
+                self._note_attributes(value, place, mark, depth)
+        elif how is Treatment.TENSOR:
+            if self.tensors.note(value, place, mark) and not self.tensors.is_bare(value):
+                attributes = fields_table(value, place, OF_TORCH)
+                self.tables.append(attributes)
+                self._note_entries(attributes, depth + 1)
+        elif how is Treatment.MODULE:
+            self._note_held(value, place)
+        elif how is Treatment.REFUSED:
+            self._refuse(value, place, row.reason)
+        elif self._is_new(value, depth):
+            _NOTE[how](self, value, place, mark, depth)
+        if len(self.tables) > MOST_CONTAINERS and self.refused is None:
+            self.refused = Refused(f"{place} leads to more than {MOST_CONTAINERS:,} objects and containers: too many "
+                                   "to be compared before every call", _way_out())
+
+    def _is_new(self, value: Any, depth: int) -> bool:
+        """Whether `value` was not met before, or deeper only."""
+        if self._seen.get(id(value), DEPTH + 1) <= depth:
+            return False
+        self._seen[id(value)] = depth
+        return True
+
+    def _refuse(self, value: Any, place: Place, reason: str) -> None:
+        if self.refused is None and id(value) not in self._own_generators:
+            kind = type(value)
+            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+            self.refused = Refused(f"{place} is of type {name}: {reason}", _way_out())
+
+    def _note_contents(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
+        if isinstance(value, tuple | frozenset) and value_key(value) is not None:
+            return
+        table = contents_table(value, place, mark)
+        self.tables.append(table)
+        if len(table.entries) > MOST_CONTAINERS and not isinstance(value, dict | tuple) and self.refused is None:
+            self.refused = Refused(f"{place} has {len(table.entries):,} entries: too many to be compared before every "
+                                   "call", "make it a tuple, or " + _way_out())
+        self._note_entries(table, depth)
+        if type(value).__module__ != "builtins":
+            self._note_attributes(value, place, mark, depth)
+
+    def _note_bytes(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
+        found = contents(value)
+        if found is not None:
+            self.arrays.append((value, place, mark, found))
+        elif self.refused is None:
+            self.refused = Refused(f"{place} is an array of more than {LARGEST_BYTES:,} bytes: too many to be compared "
+                                   "before every call", "make it a buffer of the module, make it read-only "
+                                   "(setflags(write=False)), or " + _way_out())
+
+    def _note_attributes(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
+        """What is in an object's `__dict__` and slots."""
+        if depth >= DEPTH:
+            return
+        found = []
+        if isinstance(getattr(value, "__dict__", None), dict):
+            found.append(fields_table(value, place))
+        names = slot_names(type(value))
+        if names:
+            found.append(slots_table(value, names, place))
+        self.tables += found
+        self._note_class(type(value))
+        for table in found:
+            self._note_entries(table, depth + 1)
+
+    def _note_referent(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
+        if isinstance(value, ContextVar):
+            read: Callable[[], Any] = functools.partial(value.get, MISSING)
+        elif isinstance(value, weakref.ReferenceType):
+            read = value
+        else:
+            read = functools.partial(getattr, value.__repr__, "__self__", MISSING)
+        table = referent_table(read, value, place, mark)
+        self.tables.append(table)
+        self._note_entries(table, depth)
+
+    # ---- code
+
+    def _note_function(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
+        if isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._note(part, place, mark, depth)
+            return
+        bound = getattr(value, "__self__", None)
+        if bound is not None and not isinstance(bound, type | types.ModuleType):
+            self._note(bound, place, mark, depth)
+        function = _function_of(value)
+        if function is not None:
+            self._walk_function(function)
+
+    def _walk_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._functions or function in ASSUMED:
+            return
+        self._functions[id(function)] = function
+        library = is_library(function.__globals__.get("__name__", ""))
+        closure = closure_table(function, Place("", _VARIABLE))
+        found = [closure] if closure.entries else []
+        if not library:
+            found.append(function_table(function, Place(function.__qualname__)))
+            found.append(fields_table(function, Place(function.__qualname__)))
+        self.tables += found
+        for table in found:
+            self._note_entries(table, 0)
+        reads = reads_of(function.__code__)
+        if not library:
+            self._names |= reads.attributes
+            self._note_names(function.__globals__, reads.names, reads.attributes)
+            for level, name in reads.imports:
+                for module in imported(level, name, function.__globals__.get("__package__")):
+                    self._note_namespace(module, reads.attributes | reads.names, set())
+        for _, value in closure.entries:
+            if isinstance(value, types.ModuleType):
+                self._note_namespace(value, reads.attributes, set())
+
+    def _note_names(self, namespace: dict[str, Any], names: Iterable[str], attributes: frozenset[str]) -> None:
+        """Globals that code reads, and what it may read of modules and classes among them."""
+        label = namespace.get("__name__", "")
+        known = self._globals.setdefault(id(namespace), (namespace, label, set()))[2]
+        for name in names:
+            value = namespace.get(name, MISSING)
+            if isinstance(value, types.ModuleType):
+                self._note_namespace(value, attributes, set())
+            if name in known:
+                continue
+            known.add(name)
+            if isinstance(value, type):
+                self._note_class(value, made=True)
+            elif not isinstance(value, types.ModuleType):
+                self._note(value, Place(f"{label}.{name}", _GLOBAL), (id(namespace), name), 0)
+
+    def _note_namespace(self, module: types.ModuleType, names: frozenset[str], above: set[int]) -> None:
+        """What code that knows `module` may read of it; library modules are taken as they are, name by name."""
+        if id(module) in above or module in ASSUMED:
+            return
+        above.add(id(module))
+        namespace = vars(module)
+        read = [name for name in names if name in namespace]
+        if not is_library(module.__name__):
+            self._note_names(namespace, read, names)
+            return
+        self._globals.setdefault(id(namespace), (namespace, module.__name__, set()))[2].update(read)
+        for name in read:
+            if isinstance(namespace[name], types.ModuleType):
+                self._note_namespace(namespace[name], names, above)
+
+    def _note_class(self, kind: type, made: bool = False) -> None:
+        """A class and its bases. made: code may make instances of it."""
+        if self._classes.get(kind) or (kind in self._classes and not made):
+            return
+        stop = torch.nn.Module if torch.nn.Module in kind.__mro__ else object
+        for base in kind.__mro__[: kind.__mro__.index(stop)]:
+            library, known = is_library_class(base), base in self._classes
+            self._classes[base] = self._classes.get(base, False) or (made and not library)
+            if known or (library and not issubclass(base, torch.nn.Module)):
+                continue
+            table = class_table(base, Place(base.__qualname__, _CLASS), library)
+            self.tables.append(table)
+            for name, value in () if library else table.entries:
+                if row_of(value).treatment is not Treatment.FUNCTION:
+                    self._note(value, table.place_of(name), table.mark_of(name), 0)
+
+    def _walk_methods(self) -> None:
+        """The methods that code walked so far may call, until no more come."""
+        before = -1
+        while before != len(self._functions) + len(self._names) + len(self._classes):
+            before = len(self._functions) + len(self._names) + len(self._classes)
+            for kind, made in list(self._classes.items()):
+                if is_library_class(kind):
+                    continue
+                for name, value in list(vars(kind).items()):
+                    special = name.startswith("__") and name not in _NOT_IN_CALLS and (made or name not in _MAKING)
+                    if special or name in self._names:
+                        function = _function_of(value)
+                        if function is not None:
+                            self._walk_function(function)
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """The Python function behind a method, a property, a cache and so on."""
+    for _ in range(8):
+        if isinstance(value, types.FunctionType):
+            return value
+        names = ("__func__", "fget", "func", "__wrapped__")
+        value = next((inner for name in names if (inner := getattr(value, name, None)) is not None), None)
+    return None
+
+
+def _way_out() -> str:
+    return ("pass its values to forward as tensors, draw random numbers with torch, or call "
+            "packgraph.assume_constant(object) if forward does not use it")
+
+
+_NOTE: dict[Treatment, Callable[[Walk, Any, Place, Mark, int], None]] = {
+    Treatment.CONTENTS: Walk._note_contents,
+    Treatment.BYTES: Walk._note_bytes,
+    Treatment.ATTRIBUTES: Walk._note_attributes,
+    Treatment.REFERENT: Walk._note_referent,
+    Treatment.FUNCTION: Walk._note_function,
+    Treatment.CLASS: lambda walk, value, place, mark, depth: walk._note_class(value),
+    Treatment.NAMESPACE: lambda walk, value, place, mark, depth: None,
+}
