@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Graph, Static, Window
+from packgraph.graphs.constants import Constants
 from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.entries import Made, Passed, describe_entries, make_entry, owned_aliases
 from packgraph.graphs.errors import CaptureError, user_line
@@ -93,15 +94,15 @@ class VariantBuild:
 
     program: what is run, watched; plain: the same, unwatched. lends: gradients of the call's inputs are handed out as
     static memory. written: tensors from outside that captured forwards write to, as far as the window does not see that
-    itself.
+    itself. constants: those of the rehearsal.
     """
 
     def __init__(self, program: Program, plain: Program, slot: Slot, window: Window, aliases: Aliases,
                  buffers: GradientBuffers, gradients: KeyGradients, changed: Callable[[], object], journal: Journal,
-                 lends: bool, written: Sequence[torch.Tensor] = ()) -> None:
+                 lends: bool, written: Sequence[torch.Tensor], constants: Constants) -> None:
         self.program, self.plain, self.slot, self.window, self.aliases = program, plain, slot, window, aliases
         self.buffers, self.gradients, self.changed, self.journal = buffers, gradients, changed, journal
-        self.lends, self.written = lends, written
+        self.lends, self.written, self.constants = lends, written, constants
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
         self.alive: list[torch.Tensor] = []
@@ -114,8 +115,9 @@ class VariantBuild:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Capture all regions for a call with these arguments."""
+        self.constants.start_over()
         first = self.program.begin(args, kwargs)
-        numbers = _numbers_of_tensors(args, kwargs)
+        numbers = numbers_of_tensors(args, kwargs)
         state = detached_state(first, numbers)
         pairs = zip(tree_leaves(first), tree_leaves(state), strict=True)
         given = {id(own): numbers[id(leaf)] for leaf, own in pairs if id(leaf) in numbers}
@@ -130,8 +132,8 @@ class VariantBuild:
         check_outputs(result)
         leaves = tree_leaves(result)
         if not self.lends:
-            captured = {key for key, origin in self.origins.items() if origin.producer is not None}
-            refuse_shared_memory(leaves, self.storages, captured)
+            made = {key for key, origin in self.origins.items() if origin.producer is not None}
+            refuse_shared_memory(leaves, self.storages, made)
         expected = self.gradients.expected(leaves)
         for number, leaf in enumerate(leaves):
             origin = self.origins.get(id(leaf))
@@ -178,11 +180,9 @@ class VariantBuild:
         with torch.enable_grad():
             uses = Uses(self.storages)
             graph, (result, aliases) = self.window.capture(lambda: self._run_captured(run, shown, leaves, uses))
-        if versions != [leaf._version for leaf in leaves]:
-            raise CaptureError(f"{self.program.describe(run)} changes one of its inputs in place", user_line(),
-                               "write to a new tensor: the caller's tensor would not change when the graph is replayed")
+        refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
-        parameters = self._parameters_of(run, outputs, leaves)
+        parameters = self._parameters_of(outputs)
         statics = [self.window.static(out) for out in outputs]
         self.forwards[index] = _Forward(run, graph, inputs, facts, leaves, origins, outputs, statics, entries,
                                         parameters, uses)
@@ -194,7 +194,7 @@ class VariantBuild:
     def _run_captured(self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
                       ) -> tuple[State, dict[int, torch.Tensor]]:
         """What a forward graph holds."""
-        with uses:
+        with uses, self.constants.handing_out():
             result = self.program.run(run, shown)
             return result, owned_aliases(result, leaves)
 
@@ -234,19 +234,10 @@ class VariantBuild:
         self.alive.append(tensor)
         return self.origins[id(tensor)], buffer
 
-    def _parameters_of(self, run: Run, outputs: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[Any]:
-        """The aliases that this region differentiates. Raises CaptureError for unregistered trainable tensors."""
-        inputs = {id(leaf) for leaf in leaves}
-        found = []
-        for leaf in leaves_behind(outputs):
-            if id(leaf) in self.aliases.parameter_of:
-                found.append(leaf)
-            elif id(leaf) not in inputs:
-                raise CaptureError(
-                    f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient "
-                    "but is no registered parameter of the module", user_line(),
-                    "register it (nn.Parameter attribute or register_parameter), or pass it as an argument")
-        return found
+    def _parameters_of(self, outputs: list[torch.Tensor]) -> list[Any]:
+        """The aliases that outputs of a region depend on. Other leaves are inputs, or made by the region itself: the
+        rehearsal has refused those from elsewhere."""
+        return [leaf for leaf in leaves_behind(outputs) if id(leaf) in self.aliases.parameter_of]
 
     def _capture_backward(self, index: int) -> Region:
         forward = self.forwards[index]
@@ -397,7 +388,14 @@ class VariantBuild:
             leaf.grad = None
 
 
-def _numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+def refuse_changed_inputs(versions: list[int], inputs: list[torch.Tensor], name: str) -> None:
+    """Raise CaptureError when captured code, called `name`, has written to one of its inputs. versions: before."""
+    if versions != [leaf._version for leaf in inputs]:
+        raise CaptureError(f"{name} changes one of its inputs in place", user_line(),
+                           "write to a new tensor: the caller's tensor would not change when the graph is replayed")
+
+
+def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
     """For the call's tensors, by identity, their numbers.
 
     A tensor that the call has twice is left out: which of the two places is meant cannot be told, and the next call may

@@ -13,15 +13,28 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import saved_tensors
+from packgraph.graphs.autograd_calls import only_forward
+from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Backend
-from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state
-from packgraph.graphs.effects import HostEffects, ObservedProgram
-from packgraph.graphs.errors import CaptureError, raised_line
+from packgraph.graphs.build import (
+    Variant,
+    VariantBuild,
+    check_outputs,
+    detached_state,
+    numbers_of_tensors,
+    refuse_changed_inputs,
+)
+from packgraph.graphs.constants import Constants
+from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
+from packgraph.graphs.errors import CaptureError, raised_line, user_line
+from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
+from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
+from packgraph.graphs.reached import Remembered, refuse_changes
 from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.slot import Slot
 from packgraph.plan.memory.bank import Lifetime
@@ -41,7 +54,6 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
     journal, effects = Journal(), effects or HostEffects(module)
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
-    states = [generator.get_state() for generator in generators]
     collecting = gc.isenabled()
     gc.disable()
     torch.clear_autocast_cache()
@@ -49,8 +61,9 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
         for buffer in module.buffers():
             journal.before_write(buffer)
     effects.begin(generators)
+    journal.draws = effects.draws
     try:
-        with known_generators(generators):
+        with known_generators(generators), effects.draws.watching():
             yield journal
         effects.check()
     finally:
@@ -58,8 +71,6 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
         torch.clear_autocast_cache()
         with torch.no_grad():
             journal.restore()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
         if collecting:
             gc.enable()
 
@@ -67,10 +78,12 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
 class Rehearsal(NamedTuple):
     """What captured code uses that was there before. read: tensors; whoever keeps the graphs must keep them, since a
     graph knows only their addresses. written: those that forwards write to, and buffers among them. Both are empty
-    where the backend needs no rehearsal (it sees and keeps all itself)."""
+    where the backend needs no warm-up (it sees and keeps all itself). constants: tensors that forwards make of numbers.
+    """
 
     read: list[torch.Tensor]
     written: list[torch.Tensor]
+    constants: Constants
 
 
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, gradients: KeyGradients,
@@ -89,7 +102,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         backend.lanes.memories.let_go()
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
             build = VariantBuild(watched, program, slot, window, aliases, buffers, gradients, changed, journal, lends,
-                                 rehearsal.written)
+                                 rehearsal.written, rehearsal.constants)
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
@@ -98,11 +111,33 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
 
 def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
              args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-    """Run forward and backward once, watched, where the backend needs a warm-up before it captures.
+    """Run forward and backward, watched, and forward again, and compare.
 
-    Raises CaptureError at the line of an operation that a capture could not hold, while that is still harmless.
+    Raises CaptureError at the line of what a capture could not hold, or a replay would not do, while that is still
+    harmless: operations, tensors that leave other than through the outputs, numbers that differ between the runs.
     """
-    return _once(program, backend, gradients, args, kwargs, backend.warm_up)
+    around, state = Remembered(program.module), ModuleState(program.module)
+    try:
+        return _compared(program, backend, gradients, args, kwargs)
+    except CaptureError:
+        program.assigned |= state.moved()  # eager calls do that too: no reason to try again
+        around.restore()
+        raise
+
+
+def _compared(program: Program, backend: Backend, gradients: KeyGradients,
+              args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
+    """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less."""
+    seen = Observation(Constants(), is_first=True)
+    _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
+    seen.check_gone()
+    for _ in range(2):
+        before, seen = seen, Observation(Constants())
+        rehearsal = _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
+        seen.check_gone()
+        if seen.has_called_as(before):
+            return rehearsal if backend.guard_device else Rehearsal([], [], rehearsal.constants)
+    raise seen.difference(before)
 
 
 def compile_ahead(program: Program, backend: Backend, gradients: KeyGradients,
@@ -116,7 +151,7 @@ def compile_ahead(program: Program, backend: Backend, gradients: KeyGradients,
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         if program.compiler is not None:
             stack.enter_context(program.compiler.counting())
-        _once(program, backend, gradients, args, kwargs, lambda work: work())
+        _once(program, backend, gradients, args, kwargs, lambda work: work(), Observation(Constants(), is_first=True))
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,15 +159,16 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _once(program: Program, backend: Backend, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any],
-          how: Callable[[Callable[[], None]], None]) -> Rehearsal:
-    """Have `how` run forward and backward, undone; what captured code has used from outside."""
+          how: Callable[[Callable[[], None]], None], seen: Observation) -> Rehearsal:
+    """Have `how` run forward and backward, undone; what captured code has used from outside. seen: is told the rest."""
     effects = HostEffects(program.module, program.volatile, program.assigned)
     watched = ObservedProgram(program, effects)
     with explained(), undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
         parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
-        how(lambda: found.append(_run_watched(watched, backend, gradients, journal, parameters, args, kwargs)))
-        return found[0] if found else Rehearsal([], [])
+        run = _Run(watched, effects, backend, gradients, journal, parameters, seen)
+        how(lambda: found.append(run(args, kwargs)))
+        return found[0]
 
 
 @contextlib.contextmanager
@@ -148,36 +184,88 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
         yield
 
 
-def _run_watched(program: Program, backend: Backend, gradients: KeyGradients, journal: Journal, parameters: list[Any],
-                 args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-    state = detached_state(program.begin(args, kwargs))
-    inputs = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    device = backend.guard_device
-    read: dict[int, torch.Tensor] = {}
-    written: dict[int, torch.Tensor] = {}
-    with torch.enable_grad():
-        for run in program.runs:
-            if run.captured:
-                with HostReadGuard(device), Watch(journal, refuse=True, device=device) as watch:
-                    shown = hide_lengths(state)
-                    result = program.run(run, shown)
-                staged = {t.untyped_storage()._cdata for t in tree_leaves(shown) if isinstance(t, torch.Tensor)}
-                read |= {key: tensor for key, tensor in watch.external.items() if key not in staged}
-                written |= {key: tensor for key, tensor in watch.written.items() if key not in staged}
-                state = with_lengths(state, shown, result)
-            else:
-                with Watch(journal, refuse=False, device=None):
-                    state = program.run(run, state)
-        result = program.end(state)
-        check_outputs(result)
-        leaves = tree_leaves(result)
-        ends = [leaves[number] for number in gradients.expected(leaves)]
-        wanted = [t for t in [*parameters, *inputs] if t.requires_grad]
-        if ends and wanted:
-            with HostReadGuard(device), Watch(journal, refuse=True, device=device), \
-                    torch.autocast(backend.device_type, enabled=False):
-                torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
-    return Rehearsal([tensor.detach() for tensor in read.values()], [tensor.detach() for tensor in written.values()])
+class _Run:
+    """A watched run of `program`, whose parameters have aliases: `parameters`."""
+
+    def __init__(self, program: Program, effects: HostEffects, backend: Backend, gradients: KeyGradients,
+                 journal: Journal, parameters: list[Any], seen: Observation) -> None:
+        self.program, self.effects, self.gradients, self.journal, self.seen = program, effects, gradients, journal, seen
+        self.parameters, self.buffers = parameters, list(program.module.buffers())
+        self.device, self.device_type = backend.guard_device, backend.device_type
+        self.where = forward_line(program.module)
+        self.read: dict[int, torch.Tensor] = {}
+        self.written: dict[int, torch.Tensor] = {}
+        self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
+        state = detached_state(self.program.begin(args, kwargs), numbers_of_tensors(args, kwargs))
+        inputs = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+        self.known = {id(tensor): tensor for tensor in [*self.parameters, *inputs]}
+        self.seen.hand([*self.parameters, *inputs], self.where)
+        with torch.enable_grad():
+            for run in self.program.runs:
+                state = self._captured(run, state) if run.captured else self._eager(run, state)
+            result = self.program.end(state)
+            check_outputs(result)
+            self._backward(tree_leaves(result), inputs)
+        return Rehearsal([tensor.detach() for tensor in self.read.values()],
+                         [tensor.detach() for tensor in self.written.values()], self.seen.constants)
+
+    def _captured(self, run: Any, state: Any) -> Any:
+        shown = hide_lengths(state)
+        given = [leaf for leaf in tree_leaves(shown) if isinstance(leaf, torch.Tensor)]
+        outside = [*self.parameters, *self.buffers, *given]
+        with self._unchanged(), HostReadGuard(self.device, constants_too=False), \
+                only_forward(outside, self.where, self._assigned), self.seen.constants.remembering(), \
+                ObservingWatch(self.journal, self.device, self.seen, forward=True) as watch:
+            versions = [leaf._version for leaf in given]
+            result = self.program.run(run, shown)
+            refuse_changed_inputs(versions, given, self.program.describe(run))
+        for leaf in leaves_behind(tree_leaves(result)):
+            if id(leaf) not in self.known and not self.seen.has_made(leaf):
+                raise CaptureError(
+                    f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient "
+                    "but is no registered parameter of the module", user_line(),
+                    "register it (nn.Parameter attribute or register_parameter), or pass it as an argument")
+        staged = {t.untyped_storage()._cdata for t in given}
+        self.read |= {key: tensor for key, tensor in watch.external.items() if key not in staged}
+        self.written |= {key: tensor for key, tensor in watch.written.items() if key not in staged}
+        return with_lengths(state, shown, result)
+
+    def _eager(self, run: Any, state: Any) -> Any:
+        with Watch(self.journal, refuse=False, device=None):
+            state = self.program.run(run, state)
+        self.known |= {id(leaf): leaf for leaf in leaves_behind(tree_leaves(state))}
+        return state
+
+    def _backward(self, leaves: list[Any], inputs: list[torch.Tensor]) -> None:
+        ends = [leaves[number] for number in self.gradients.expected(leaves)]
+        wanted = [t for t in [*self.parameters, *inputs] if t.requires_grad]
+        if not ends or not wanted:
+            return
+        whole = all(run.captured for run in self.program.runs)
+        # Hooks that eager stages have registered may do what they like: they run at every replay, too.
+        watch = ObservingWatch(self.journal, self.device, self.seen, forward=False) if whole \
+            else Watch(self.journal, refuse=True, device=self.device)
+        with self._unchanged() if whole else contextlib.nullcontext(), HostReadGuard(self.device), watch, \
+                torch.autocast(self.device_type, enabled=False):
+            torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Captured code runs in the block. Raises CaptureError for what it changes in Python outside of the module; a
+        first run may, since caches are filled then."""
+        before = None if self.seen.is_first else ModuleState(self.program.module)
+        yield
+        if before is not None:
+            self.effects.check(parameters_too=False)  # which knows the line of an assignment
+            refuse_changes(self.program.module, before, self.where)
+
+    def _assigned(self, tensor: torch.Tensor) -> None:
+        """Captured code gives a parameter or buffer other memory: that eager calls do it is no reason to try again."""
+        for owner in self.program.module.modules():
+            for table in (owner._parameters, owner._buffers):
+                self.program.assigned.update((id(owner), name) for name, value in table.items() if value is tensor)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,7 @@ since they run at every replay. In all cases what the capture did is undone: a c
 """
 import contextlib
 import dis
-import random
-import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +15,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.guard import LEAVE_OUT, RESEED
+from packgraph.graphs.guard import LEAVE_OUT
 from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.program import Program
+from packgraph.graphs.random_state import Draws
 from packgraph.plan.regions import Run
 from packgraph.plan.stages import State
 
-# Seeded before a capture, so that code which seeds a generator is seen: its seed is then another one.
-_MARKED_SEED = 0x7061636B
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 # An RNN keeps its parameters in lists too, and makes them anew when it meets aliases. Undone like all else.
@@ -59,9 +56,10 @@ class _Content:
         if isinstance(self.container, list):
             self.container[:] = self.copy
         elif isinstance(self.container, dict):
-            # Not the methods of a subclass: a Counter's update would add.
-            dict.clear(self.container)
-            dict.update(self.container, self.copy)
+            # Not the methods of a subclass: a Counter's update would add. An ordered one keeps its order beside.
+            kind = OrderedDict if isinstance(self.container, OrderedDict) else dict
+            kind.clear(self.container)
+            kind.update(self.container, self.copy)
         elif isinstance(self.container, set):
             self.container.clear()
             self.container.update(self.copy)
@@ -84,23 +82,16 @@ class HostEffects:
         self.assigned: set[Mark] = set() if assigned is None else assigned
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
-        """Remember everything, and mark the seeds of `generators`, whose states the caller puts back."""
-        self._generators = list(generators)
-        for generator in self._generators:
-            generator.manual_seed(_MARKED_SEED)
+        """Remember everything. generators: those that captured code may draw from."""
         self._before = self._expected = self._contents()
-        self._seeds = [_MARKED_SEED] * len(self._generators)
-        self._random_before = self._random = _random_states()
+        self.draws = Draws(generators)
         self._state: ModuleState | None = None  # what eager code may change beside the module's own attributes
 
     def undo(self) -> None:
         """Put back what Python code has changed."""
         for content in self._before:
             content.restore()
-        python, numpy = self._random_before
-        random.setstate(python)
-        if numpy is not None:
-            sys.modules["numpy.random"].set_state(numpy)
+        self.draws.undo()
 
     def check(self, parameters_too: bool = True) -> None:
         """Raise CaptureError when captured code has changed something that a replay would not change.
@@ -115,12 +106,7 @@ class HostEffects:
             what = f"{type(content.owner).__name__}.forward" + (f" ({content.prefix})" if content.prefix else "")
             raise CaptureError(f"{what} assigns or changes self.{names[0]}: that would happen at capture only, "
                                "never at a replay", _assignment_line(content.owner, names[0]), _RETURN)
-        if not _same_states(self._random, _random_states()):
-            raise CaptureError("the module draws random numbers on the host (random or numpy.random): a graph would "
-                               "freeze them", _forward_line(self.module), "draw them with torch, or pass them in")
-        if self._seeds != [generator.initial_seed() for generator in self._generators]:
-            raise CaptureError("the module seeds a random generator: a graph would not seed it again",
-                               _forward_line(self.module), RESEED)
+        self.draws.check(forward_line(self.module))
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -130,14 +116,13 @@ class HostEffects:
         if self._state is None:
             self._state = ModuleState(self.module)
         self._state.moved()
-        yield
+        with self.draws.allowed():
+            yield
         self.volatile |= self._state.moved()
         for content in before:
             self.volatile.update((id(content.owner), name) for name in content.changed())
         parameters = [content for content in self._expected if content.attribute == "_parameters"]
         self._expected = [c for c in self._contents() if c.attribute != "_parameters"] + parameters
-        self._random = _random_states()
-        self._seeds = [generator.initial_seed() for generator in self._generators]
 
     def _contents(self) -> list[_Content]:
         found: dict[int, _Content] = {}
@@ -193,7 +178,7 @@ class ObservedProgram(Program):
             for number in _numbers(result):
                 if number in frozen and number not in self._given:
                     raise CaptureError(f"the module returns the number {number[1]!r}: every replay would return the "
-                                       "same", _forward_line(self.module), "return a tensor instead. " + LEAVE_OUT)
+                                       "same", forward_line(self.module), "return a tensor instead. " + LEAVE_OUT)
         return result
 
 
@@ -226,18 +211,6 @@ def _same(now: Any, old: Any, exact: bool) -> bool:
     return now is old or (not exact and isinstance(now, PLAIN) and type(now) is type(old) and bool(now == old))
 
 
-def _random_states() -> tuple[Any, Any]:
-    """The states of Python's and of numpy's global generator, the latter if numpy is in use at all."""
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), numpy.get_state() if numpy is not None else None
-
-
-def _same_states(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    if one[1] is None or other[1] is None:  # numpy was imported meanwhile: it cannot have been drawn from knowingly
-        return bool(one[0] == other[0])
-    return bool(one[0] == other[0] and one[1][1].tobytes() == other[1][1].tobytes() and one[1][2:] == other[1][2:])
-
-
 def _assignment_line(module: torch.nn.Module, name: str) -> str:
     """The line in the methods of the module's class that assigns the attribute, or the one where forward begins."""
     for kind in type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]:
@@ -248,10 +221,10 @@ def _assignment_line(module: torch.nn.Module, name: str) -> str:
             for step in dis.get_instructions(code):
                 if step.opname == "STORE_ATTR" and step.argval == name and step.positions is not None:
                     return f"{code.co_filename}:{step.positions.lineno} in {code.co_name}"
-    return _forward_line(module)
+    return forward_line(module)
 
 
-def _forward_line(module: torch.nn.Module) -> str:
+def forward_line(module: torch.nn.Module) -> str:
     """`file.py:LINE in forward` of the module's class."""
     code = getattr(module.forward, "__code__", None)
     if code is None or code.co_filename == torch.nn.modules.module.__file__:

@@ -8,11 +8,9 @@ is written to, so that running a region for capture can be undone. Random genera
 those that it knows are advanced by replays; seeding one, or drawing from any other, is refused.
 """
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.peak_memory import most_allocated
+from packgraph.graphs.random_state import Draws
 
 aten = torch.ops.aten
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -72,13 +71,10 @@ _WAYS_OUT = {
     "equal": "compare on the device: (a == b).all()",
     "is_nonzero": _KEEP,
 }
-_SEEDING = ("torch.manual_seed", "torch.seed", "torch.random.manual_seed", "torch.random.seed",
-            "torch.cuda.manual_seed", "torch.cuda.manual_seed_all", "torch.cuda.seed", "torch.cuda.seed_all")
 _SPARSE = {"_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_unsafe"}
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
 LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
-RESEED = "seed once before training: replays go on with the generator as eager calls would"
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
 
 
@@ -100,10 +96,14 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 class Journal:
     """Old contents of tensors that were written to, restored on request. They wait on the host where the device has no
-    memory for them: a step's graph writes to all gradients, which may be more than is free."""
+    memory for them: a step's graph writes to all gradients, which may be more than is free.
+
+    draws: what the same capture does to random generators, if it is watched.
+    """
 
     def __init__(self) -> None:
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.draws: Draws | None = None
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Save the whole storage behind `tensor` unless it is saved already."""
@@ -111,6 +111,10 @@ class Journal:
         if key not in self._saved:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._saved[key] = (whole, _copied(whole))
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the capture's code, with random numbers that nobody else gets."""
+        return func(*args, **kwargs) if self.draws is None else self.draws.call(func, args, kwargs)
 
     def restore(self) -> None:
         """Put the saved contents back, unseen by autograd, and forget them."""
@@ -157,32 +161,25 @@ def capturing() -> bool:
     return _KNOWN.get() is not None
 
 
-class HostReadGuard(TorchFunctionMode):
-    """Refuses host reads of tensors, and seeding. device: only reads of tensors on this device type count (None = all).
+class FunctionWatcher(TorchFunctionMode):
+    """A function mode that is not shown to torch.compile, which would take its Python for the user's."""
+
+
+class HostReadGuard(FunctionWatcher):
+    """Refuses host reads of tensors. device: only reads of tensors on this device type count (None = all).
+    constants_too: whether tensors made of Python numbers are refused; not where somebody remembers them.
     """
 
-    def __init__(self, device: str | None) -> None:
+    def __init__(self, device: str | None, constants_too: bool = True) -> None:
         super().__init__()
-        self.device = device
-        self._patches = contextlib.ExitStack()
-
-    def __enter__(self) -> "HostReadGuard":
-        for name in _SEEDING:
-            patch = mock.patch(name)
-            self._patches.enter_context(mock.patch(name, _refusing(patch.get_original()[0], name)))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._patches.close()
-        super().__exit__(*error)
+        self.device, self.constants_too = device, constants_too
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HOST_READS and args and isinstance(args[0], torch.Tensor) and self._counts(args[0].device.type):
             what, remedy = _HOST_READS[name]
             raise CaptureError(f"{what} waits for the device inside a captured stage", user_line(), remedy)
-        if name in _FROM_PYTHON and kwargs and kwargs.get("device") is not None \
+        if self.constants_too and name in _FROM_PYTHON and kwargs and kwargs.get("device") is not None \
                 and self._counts(torch.device(kwargs["device"]).type) \
                 and not (args and isinstance(args[0], torch.Tensor)):
             raise CaptureError(f"torch.{name}(..., device=...) copies host values inside a captured stage, "
@@ -192,19 +189,6 @@ class HostReadGuard(TorchFunctionMode):
 
     def _counts(self, device: str) -> bool:
         return self.device is None or device == self.device
-
-
-def _refusing(original: Any, name: str) -> Any:
-    """`original`, refused in this thread; others (that prepare data, say) go on."""
-    thread = threading.get_ident()
-
-    def seed(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return original(*args, **kwargs)
-        raise CaptureError(f"{name} seeds a random generator inside a captured stage: a replay would not seed it again",
-                           user_line(), RESEED)
-
-    return seed
 
 
 @contextlib.contextmanager
@@ -261,7 +245,7 @@ class Watch(CodeWatcher):
         inputs = {t.untyped_storage()._cdata: t for t in tree_flatten((args, kwargs))[0]
                   if isinstance(t, torch.Tensor) and t.layout is torch.strided}
         self.external.update((key, t) for key, t in inputs.items() if key not in self._own)
-        result = func(*args, **kwargs)
+        result = self.journal.call(func, args, kwargs)
         for out in tree_flatten(result)[0]:
             if isinstance(out, torch.Tensor) and out.layout is torch.strided \
                     and out.untyped_storage()._cdata not in inputs:

@@ -165,8 +165,6 @@ class GraphedStep:
                 self.run(*shown)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
-        if self.compiled and self._backend.guard_device is None:
-            watched()  # this backend needs no rehearsal, but code must be compiled before
-        else:
+        if self.compiled or self._backend.guard_device is not None:  # else nothing has to be there before a capture
             self._backend.warm_up(watched)
         return read

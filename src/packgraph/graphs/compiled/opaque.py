@@ -18,14 +18,14 @@ import torch
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _python_dispatch
 
-from packgraph.graphs.guard import CodeWatcher, HostReadGuard
+from packgraph.graphs.guard import CodeWatcher, FunctionWatcher
 
 
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
     """Within the block host reads are not looked for: torch.compile would take the guard's Python for the user's."""
     with contextlib.ExitStack() as stack:
-        while isinstance(_get_current_function_mode(), HostReadGuard):
+        while isinstance(_get_current_function_mode(), FunctionWatcher):
             stack.enter_context(_pop_mode_temporarily())
         yield
 

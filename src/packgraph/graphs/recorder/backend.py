@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from packgraph.graphs.guard import (
     written_tensors,
 )
 from packgraph.graphs.lanes import capturing_lanes
+from packgraph.graphs.recorder.host import recorded_host, tell_waits
 from packgraph.graphs.recorder.lanes import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
 from packgraph.graphs.strides import with_bits
@@ -92,7 +92,7 @@ class _Recording(CodeWatcher):
         flat, spec = tree_flatten((args, kwargs))
         inputs = {t.untyped_storage()._cdata for t in flat if isinstance(t, torch.Tensor)}
         operands = [window.operand(t) if isinstance(t, torch.Tensor) else t for t in flat]
-        result = func(*args, **kwargs)
+        result = window.journal.call(func, args, kwargs)
         made = tree_flatten(result)[0]
         if shapes_only(type(out) for out in made):  # a factory has no operand that would have said so
             return result
@@ -246,6 +246,7 @@ class RecorderWindow:
 
     def transfer(self, work: Any) -> int:
         """A number for a collective under way; its wait is recorded under the same number."""
+        tell_waits()
         self._transfers.append(work)
         return len(self._transfers) - 1
 
@@ -301,7 +302,14 @@ class RecorderWindow:
         nodes = self._nodes = list[_Node]()
         self._is_brief = brief
         self.lanes.scope += 1
-        with capturing_lanes(self.lanes), _patched_host(self, nodes), HostReadGuard(None), _Recording(self, nodes), \
+
+        def step(effect: Callable[[], Any]) -> None:
+            nodes.append(_Node(effect, [], None, [], []))
+
+        def waited(work: Any) -> None:
+            nodes.append(_Node(_Wait(self.number_of(work)), [], None, [], []))
+
+        with capturing_lanes(self.lanes), recorded_host(step, waited), HostReadGuard(None), _Recording(self, nodes), \
                 contextlib.ExitStack() as at_end:
             at_end.callback(self.lanes.join)  # also on errors: sources of copies under way are held until then
             result = run()
@@ -345,37 +353,6 @@ class RecorderWindow:
         self._graphs, self._nodes, self._external, self._transfers = [], [], {}, []
 
 
-@contextlib.contextmanager
-def _patched_host(window: RecorderWindow, nodes: list[_Node]) -> Iterator[None]:
-    """Record host effects that bypass the dispatcher: RNG state moves, waits; refuse storage resizing."""
-    generator, wait = torch.default_generator, dist.Work.wait if dist.is_available() else None
-
-    def get_state() -> torch.Tensor:
-        state = generator.get_state()
-        nodes.append(_Node(lambda: state.copy_(generator.get_state()), [], None, [], []))
-        return state
-
-    def set_state(state: torch.Tensor) -> None:
-        nodes.append(_Node(lambda: generator.set_state(state), [], None, [], []))
-        generator.set_state(state)
-
-    def recorded_wait(work: Any, *timeout: Any) -> Any:
-        nodes.append(_Node(_Wait(window.number_of(work)), [], None, [], []))
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            return wait(work, *timeout)  # type: ignore[misc]
-
-    def resize(storage: Any, size: int) -> None:
-        raise CaptureError("a storage is resized inside a captured stage (FSDP does this)", user_line(), LEAVE_OUT)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("torch.get_rng_state", get_state))
-        stack.enter_context(mock.patch("torch.set_rng_state", set_state))
-        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
-        if wait is not None:
-            stack.enter_context(mock.patch.object(dist.Work, "wait", recorded_wait))
-        yield
-
-
 class RecorderBackend:
     """Captures CPU modules by recording their tensor operations."""
 
@@ -401,7 +378,8 @@ class RecorderBackend:
         window.close()
 
     def warm_up(self, run: Callable[[], None]) -> None:
-        """Not needed: the CPU has nothing to initialise before a capture."""
+        """Run once; the CPU itself has nothing to initialise before a capture."""
+        run()
 
     def generators(self) -> list[torch.Generator]:
         """The CPU's default generator, and those the module holds."""

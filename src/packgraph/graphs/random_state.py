@@ -1,0 +1,332 @@
+"""Random generators during a capture: nothing is drawn twice, and nothing that other threads draw is taken back.
+
+A capture must leave random generators as they were, but default generators belong to the whole process: whoever saves
+and restores their state hands out again what a data loader has drawn meanwhile. So a capture draws from generators of
+its own wherever it can: operations get a private copy of the generator that they name or default to. What cannot be
+given another generator (a fused dropout, compiled code, an operation of somebody else, Python's and numpy's generators
+in an eager stage) moves the real one. That is undone only if nobody else has drawn: the state is compared before each
+of these moves with what the last one left, and at the end. Where others have drawn, the capture's numbers stay drawn:
+an order of draws between threads that no program could rely on has then skipped a few.
+
+Draws from Python's and numpy's global generator in captured code are refused: a graph would freeze them. Python's are
+seen in the capturing thread, before they happen. numpy's functions are none that Python can watch. So numpy's
+generator having moved is taken for the captured code's doing if no other Python thread lives, or if captured code
+mentions it: by a global, a variable, or an attribute of its first argument.
+"""
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, MethodType
+from typing import Any
+
+import torch
+
+from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.host_calls import Watcher, watched_calls
+
+RESEED = "seed once before training: replays go on with the generator as eager calls would"
+_DRAW_OUTSIDE = "draw them with torch, or pass them in"
+_PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
+_COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo/convert_frame", "_functorch",
+                                                                       "_inductor"))
+_KNOWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Within the block no mode sees what is done to tensors."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        yield
+
+
+class _State:
+    """The state of one generator, as far as the capture knows it. others: whether somebody else has drawn."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], same: Callable[[Any, Any], bool]) -> None:
+        self._read, self._write, self._same = read, write, same
+        self._first = self._expected = read()
+        self.others = False
+
+    def look(self) -> bool:
+        """Before the capture moves the generator: whether it is where the capture has left it."""
+        same = self._same(self._expected, self._read())
+        self.others = self.others or not same
+        return same
+
+    def note(self) -> None:
+        """The capture itself has moved the generator."""
+        self._expected = self._read()
+
+    def undo(self, alone: bool) -> None:
+        """Take back what was drawn. alone: there is nobody else."""
+        if (alone or (self.look() and not self.others)) and not self._same(self._first, self._read()):
+            self._write(self._first)
+
+
+def _torch_state(generator: torch.Generator) -> _State:
+    def read() -> bytes:
+        with _unwatched():
+            return generator.get_state().numpy().tobytes()
+
+    def write(state: bytes) -> None:
+        with _unwatched():
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    return _State(read, write, bytes.__eq__)
+
+
+def _numpy_state() -> _State | None:
+    """Of numpy's global generator, if numpy is in use at all."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+
+    def read() -> Any:
+        kind, keys, *rest = numpy.get_state()
+        return kind, keys.tobytes(), keys.dtype, *rest
+
+    def write(state: Any) -> None:
+        kind, keys, dtype, *rest = state
+        numpy.set_state((kind, sys.modules["numpy"].frombuffer(keys, dtype=dtype), *rest))
+
+    return _State(read, write, lambda one, other: bool(one == other))
+
+
+class Draws(Watcher):
+    """What one capture does to random generators. generators: torch's, which captured code may draw from."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = list(generators)
+        self._seeds = [generator.initial_seed() for generator in self._generators]
+        self._torch = [_torch_state(generator) for generator in self._generators]
+        self._python = _State(random.getstate, random.setstate, lambda one, other: bool(one == other))
+        self._numpy = _numpy_state()
+        self._alone = _alone()
+        self._captured = True
+        self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
+        self._seen: dict[int, Any] = {}
+        self._mention: str | None = None
+        self.builtins = {
+            **dict.fromkeys(("random", "getrandbits", "setstate", "seed"), self._host_generator),
+            **dict.fromkeys(("manual_seed", "set_state", "set_offset", "graphsafe_set_state"), self._torch_generator),
+            "seed": self._any_seed,
+        }
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block this thread's calls are seen."""
+        return watched_calls(self)
+
+    # ---- operations
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`function(*args, **kwargs)`, an operation of the capture's code, with private random numbers."""
+        how = _how_it_draws(function)
+        if how is None:
+            return function(*args, **kwargs)
+        if how == "generator":
+            drawn = _with_generator(function, args, kwargs, self._private_for)
+            if drawn is not None:
+                return drawn[0](*drawn[1], **drawn[2])
+        with self._moving(self._torch):
+            return function(*args, **kwargs)
+
+    def _private_for(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
+        """The capture's own copy of a generator, the default one of the device if None; None if there is none."""
+        if generator is None:
+            generator = _default_generator(device)
+        if generator is None:
+            return None
+        key = generator._cdata  # type: ignore[attr-defined]  # the dispatcher makes a new object for the same one
+        if key not in self._private:
+            self._private[key] = (generator, generator.clone_state())
+        return self._private[key][1]
+
+    @contextlib.contextmanager
+    def _moving(self, states: Sequence[_State | None]) -> Iterator[None]:
+        """The capture itself may move these generators in the block."""
+        for state in states:
+            if state is not None:
+                state.look()
+        try:
+            yield
+        finally:
+            for state in states:
+                if state is not None:
+                    state.note()
+
+    # ---- what Python does
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Eager code runs in the block, at every replay too: it may draw and seed."""
+        self._captured = False
+        try:
+            with self._moving([self._numpy]):
+                yield
+        finally:
+            self._captured = True
+        self._seeds = [generator.initial_seed() for generator in self._generators]
+
+    def check(self, where: str) -> None:
+        """Raise CaptureError for draws and seeds of captured code that could not be refused before. where: its line."""
+        moved = self._numpy is not None and not self._numpy.look()
+        alone = self._alone and _alone()
+        if (moved and (alone or self._mention)) or (alone and not self._python.look()):
+            raise _frozen("random or numpy.random", self._mention or where)
+        if alone and self._seeds != [generator.initial_seed() for generator in self._generators]:
+            raise _seeded(where)
+
+    def undo(self) -> None:
+        """Put all generators back, but for those that others have drawn from."""
+        alone = self._alone and _alone()
+        for state in (*self._torch, self._python, self._numpy):
+            if state is not None:
+                state.undo(alone)
+
+    def _any_seed(self, frame: FrameType, function: Any, done: bool) -> None:
+        if isinstance(function.__self__, torch.Generator):
+            self._torch_generator(frame, function, done)
+        else:
+            self._host_generator(frame, function, done)
+
+    def _host_generator(self, frame: FrameType, function: Any, done: bool) -> None:
+        """A function of one of Python's generators is called."""
+        if function.__self__ is not _PYTHON or not self._is_asked_for(frame):
+            return
+        if self._captured:
+            raise _frozen("random", user_line(frame))
+        self._python.note() if done else self._python.look()
+
+    def _torch_generator(self, frame: FrameType, function: Any, done: bool) -> None:
+        """A generator of torch's is seeded, or gets another state."""
+        if not isinstance(function.__self__, torch.Generator):
+            return
+        key = function.__self__._cdata  # type: ignore[attr-defined]
+        known = [state for generator, state in zip(self._generators, self._torch, strict=True)
+                 if generator._cdata == key]  # type: ignore[attr-defined]
+        if self._captured and function.__name__ in ("manual_seed", "seed") and self._is_asked_for(frame):
+            raise _seeded(user_line(frame))
+        for state in known:
+            state.note() if done else state.look()
+
+    @staticmethod
+    def _is_asked_for(frame: FrameType | None) -> bool:
+        """Whether the user's code asks for it, by whatever functions; not a compiler, which puts back what it moves."""
+        while frame is not None and not is_user_file(frame.f_code.co_filename):
+            if frame.f_code.co_filename.startswith(_COMPILERS):
+                return False
+            frame = frame.f_back
+        return frame is not None
+
+    def entered(self, frame: FrameType) -> None:
+        """Note whether captured code mentions numpy's global generator."""
+        code = frame.f_code
+        if not self._captured or id(code) in self._seen:
+            return
+        self._seen[id(code)] = code  # which keeps the number taken
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None and self._mention is None and is_user_file(code.co_filename) and _mentions(frame, numpy):
+            self._mention = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
+
+
+def _alone() -> bool:
+    """Whether no other thread could draw: those of torch itself do not."""
+    return threading.active_count() == 1
+
+
+def _frozen(what: str, where: str) -> CaptureError:
+    return CaptureError(f"the module draws random numbers on the host ({what}): a graph would freeze them", where,
+                        _DRAW_OUTSIDE)
+
+
+def _seeded(where: str) -> CaptureError:
+    return CaptureError("the module seeds a random generator inside a captured stage: a replay would not seed it again",
+                        where, RESEED)
+
+
+def _mentions(frame: FrameType, numpy: Any) -> bool:
+    """Whether the code of a frame that begins can reach numpy's global generator by a name."""
+    code, variables = frame.f_code, frame.f_locals
+    first = variables.get(code.co_varnames[0]) if code.co_argcount else None
+    held = getattr(first, "__dict__", {})
+    found = [*variables.values(), *(scope[name] for name in code.co_names for scope in (frame.f_globals, held)
+                                    if name in scope)]
+    draws = getattr(getattr(numpy, "mtrand", None), "_rand", None)
+    if draws is None:  # numpy is being imported
+        return False
+    for value in found:
+        if value is draws or value is numpy or (isinstance(value, MethodType) and value.__self__ is draws):
+            return True
+        if value is sys.modules["numpy"] and "random" in code.co_names:
+            return True
+    # `import numpy` inside the function
+    return "random" in code.co_names and "numpy" in code.co_names
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return None
+
+
+_DRAWING: dict[Any, str | None] = {}
+
+
+def _how_it_draws(function: Any) -> str | None:
+    """Whether an operation draws, and can be given a generator, or (`moves`) draws from the default one if at all."""
+    if not isinstance(function, torch._ops.OpOverload):  # compiled code, which comes and goes
+        return "moves"
+    if function not in _DRAWING:
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            _DRAWING[function] = "generator"
+        else:
+            _DRAWING[function] = None if function.namespace in _KNOWN_NAMESPACES else "moves"
+    return _DRAWING[function]
+
+
+def _with_generator(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+                    private: Callable[[torch.Generator | None, torch.device], torch.Generator | None]
+                    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The call with a private generator; None if the operation takes none."""
+    given = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)), None)
+    tensor = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None)
+    device = kwargs.get("device") or (tensor.device if tensor is not None else torch.device("cpu"))
+    taking = _taking_generator(function)
+    generator = private(given, torch.device(device)) if taking is not None else None
+    if generator is None:
+        return None
+    index = next((i for i, value in enumerate(args) if value is given), None) if given is not None else None
+    if index is not None:
+        return taking, (*args[:index], generator, *args[index + 1:]), kwargs
+    names = [argument.name for argument in taking._schema.arguments]  # type: ignore[union-attr]
+    if names.index("generator") < len(args):  # None was given by position
+        place = names.index("generator")
+        return taking, (*args[:place], generator, *args[place + 1:]), kwargs
+    return taking, args, {**kwargs, "generator": generator}
+
+
+_TAKING: dict[Any, Any] = {}
+
+
+def _taking_generator(function: Any) -> Any:
+    """The operation itself if it takes a generator, or its overload that does; None if there is none."""
+    if function not in _TAKING:
+        names = _names(function)
+        packet = function.overloadpacket
+        overloads = [getattr(packet, name) for name in packet.overloads()]
+        _TAKING[function] = function if "generator" in names else next(
+            (other for other in overloads if sorted(_names(other)) == sorted([*names, "generator"])
+             and [n for n in _names(other) if n != "generator"] == names), None)
+    return _TAKING[function]
+
+
+def _names(function: Any) -> list[str]:
+    return [argument.name for argument in function._schema.arguments]

@@ -1,0 +1,305 @@
+"""Threads: several of them may share a graphed module, and a capture takes nothing from those beside it."""
+import contextlib
+import random
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from graphkit import differences, make_toy, toy_inputs, toy_loss
+from statekit import One, Staged, X, captured, quietly
+from torch import nn
+
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import eager as run_eagerly
+from packgraph.graphs.graphed import graph
+
+
+@pytest.fixture(autouse=True)
+def switch_often():
+    """Threads take turns every few microseconds, so that what is not exclusive meets."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*works):
+    """Run all at once; what any of them raised."""
+    errors, start = [], threading.Barrier(len(works))
+
+    def run(work):
+        try:
+            start.wait()
+            work()
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a thread hangs"
+    return errors
+
+
+@contextlib.contextmanager
+def beside(work):
+    """Another thread calls `work` again and again while the block runs."""
+    stop, errors = threading.Event(), []
+
+    def run():
+        try:
+            while not stop.is_set():
+                work()
+        finally:
+            if not stop.is_set():
+                errors.append("it ended early")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive() and not errors, errors
+
+
+# ---- one module in several threads
+
+
+class Wide(nn.Module):
+    """Whole numbers, of which float sums are exact: gradients do not depend on the order of threads."""
+
+    def __init__(self, width=256):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-1, 2, parameter.shape).to(parameter.dtype))
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def whole(rows, seed, width=256):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, (rows, width), generator=generator).float()
+
+
+def gradients(module):
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+
+
+def backwards(model, rows, seeds, found):
+    for seed in seeds:
+        x = whole(rows, seed).requires_grad_()
+        out = model(x)
+        out.sum().backward()
+        found[rows, seed] = (out.detach().clone(), x.grad.clone())
+
+
+SHARED = {"replays": (256, 256), "captures of other shapes": (256, 128), "eager calls": (256, 256)}
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["captured before", "new"])
+@pytest.mark.parametrize("slots", [None, 2])
+@pytest.mark.parametrize("case", SHARED)
+def test_threads_that_share_a_module_sum_all_gradients(case, slots, warm):
+    torch.manual_seed(0)
+    eager, count = Wide(), 10
+    graphed = graph(Wide(), warmup=2, slots=slots)
+    graphed.load_state_dict(eager.state_dict())
+    if warm:
+        for model in (eager, graphed):
+            backwards(model, SHARED[case][0], [1, 2, 3], {})
+    seeds = [range(1000 * (thread + 1), 1000 * (thread + 1) + count) for thread in range(2)]
+    expected, found = {}, {}
+
+    def work(thread):
+        with run_eagerly("a test") if case == "eager calls" and thread else contextlib.nullcontext():
+            backwards(graphed, SHARED[case][thread], seeds[thread], found)
+
+    for thread, rows in enumerate(SHARED[case]):
+        backwards(eager, rows, seeds[thread], expected)
+    errors = together(lambda: work(0), lambda: work(1))
+    assert not errors, errors
+    assert found.keys() == expected.keys() and graphed.stats.replayed > 0
+    assert all(torch.equal(*both) for key, pair in expected.items() for both in zip(pair, found[key], strict=True))
+    for name, gradient in gradients(eager).items():
+        assert torch.equal(gradient, gradients(graphed)[name]), name
+
+
+def test_a_module_may_go_from_one_thread_to_another():
+    """Negative control: threads one after another are as one."""
+    eager, graphed = make_toy(dropout=0.0), graph(make_toy(dropout=0.0), warmup=1)
+
+    def step(model, trace):
+        torch.manual_seed(3)
+        ids, x = toy_inputs(8)
+        toy_loss(model(ids, x)).backward()
+        trace.append({name: p.grad.clone() for name, p in model.named_parameters()} | {"x": x.grad})
+
+    traces = []
+    for model in (eager, graphed):
+        traces.append([])
+        for _ in range(3):
+            step(model, traces[-1])
+        assert not together(lambda model=model: [step(model, traces[-1]) for _ in range(3)])
+        step(model, traces[-1])
+    assert not differences(*traces)
+
+
+# ---- random numbers beside a capture
+
+
+def capture_many(make, count=20):
+    """So many captures of new modules; the statistics of each."""
+    found = []
+    for _ in range(count):
+        graphed = graph(make(), warmup=0, strict=True)
+        graphed(X).sum().backward()
+        found.append(graphed.stats)
+    return found
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+
+
+DRAWS = {
+    "torch": lambda: torch.rand(4).tolist(),
+    "random": lambda: [random.random() for _ in range(4)],
+    "numpy": lambda: __import__("numpy").random.rand(4).tolist(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_thread_that_draws_beside_captures_gets_no_number_twice(draw):
+    pytest.importorskip("numpy")
+    drawn = []
+    with beside(lambda: drawn.append(tuple(DRAWS[draw]()))):
+        stats = capture_many(dropping)
+    assert all(s.captured and s.replayed for s in stats)
+    assert len(drawn) > 20 and len(set(drawn)) == len(drawn)
+
+
+def test_a_thread_with_a_generator_of_its_own_draws_as_if_it_were_alone():
+    generator, drawn = torch.Generator().manual_seed(5), []
+    with beside(lambda: drawn.append(torch.rand(4, generator=generator))):
+        capture_many(dropping, 5)
+    again = torch.Generator().manual_seed(5)
+    assert all(torch.equal(numbers, torch.rand(4, generator=again)) for numbers in drawn)
+
+
+def test_a_capture_leaves_all_random_states_as_they_were():
+    """Negative control of the above: alone, nothing is drawn, eager stages included."""
+    numpy = pytest.importorskip("numpy")
+
+    def between(module, state):
+        random.random()
+        numpy.random.rand()
+        return {"x": functional.dropout(state["x"], 0.5) + torch.rand(4, generator=module.held)}
+
+    module = Staged(between)
+    module.held = torch.Generator().manual_seed(5)
+    graphed = graph(module, scope=["attn", "mlp"], warmup=0, strict=True)
+    states = lambda: (torch.get_rng_state().tolist(), random.getstate(), module.held.get_state().tolist(),  # noqa: E731
+                      [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()])
+    before = states()
+    graphed.build([(X,)])
+    assert graphed.stats.captured == 2 and before == states()
+
+
+@pytest.mark.parametrize("draw", ["random", "numpy"])
+@pytest.mark.parametrize("held", ["global", "closure", "attribute"])
+def test_draws_of_the_captured_code_itself_are_refused_while_another_thread_draws(draw, held):
+    numpy = pytest.importorskip("numpy")
+    function = random.random if draw == "random" else numpy.random.rand
+    forwards = {
+        "global": (lambda m, x: m.linear(x) * random.random()) if draw == "random" else through_a_module,
+        "closure": lambda m, x: m.linear(x) * float(function()),
+        "attribute": lambda m, x: m.linear(x) * float(m.draw()),
+    }
+    module = One(forwards[held], draw=function)
+    with beside(DRAWS[draw]), pytest.raises(CaptureError, match="draws random numbers on the host") as caught:
+        graph(module, warmup=0, strict=True)(X)
+    assert __file__ in caught.value.where
+
+
+def through_a_module(module, x):
+    import numpy
+    return module.linear(x) * numpy.random.rand()
+
+
+# ---- what is not the capturing thread's
+
+
+def test_modules_are_captured_in_threads_at_once():
+    def work(seed):
+        torch.manual_seed(seed)
+        graphed = graph(dropping(), warmup=0, strict=True)
+        for rows in range(1, 12):
+            graphed(torch.randn(rows, 4)).sum().backward()
+        assert graphed.stats.captured == 11
+
+    errors = together(*[lambda seed=seed: work(seed) for seed in range(4)])
+    assert not errors, errors
+
+
+OTHERS = {
+    "seeds": lambda: torch.manual_seed(1),
+    "states": lambda: torch.set_rng_state(torch.get_rng_state()),
+    "resizes": lambda: torch.empty(3).untyped_storage().resize_(100),
+    "seeds a generator": lambda: torch.Generator().manual_seed(3),
+}
+
+
+@pytest.mark.parametrize("work", OTHERS)
+def test_what_captured_code_must_not_do_other_threads_may(work):
+    with beside(OTHERS[work]):
+        for stats in capture_many(lambda: nn.Linear(4, 4)):
+            assert stats.captured == 1
+
+
+def test_nothing_of_torch_is_replaced_while_a_capture_runs():
+    names = {"seed": lambda: torch.manual_seed, "get": lambda: torch.get_rng_state, "set": lambda: torch.set_rng_state,
+             "resize": lambda: vars(torch.UntypedStorage).get("resize_"), "cuda": lambda: torch.cuda.manual_seed_all}
+    before, seen = {name: look() for name, look in names.items()}, []
+
+    def forward(module, x):
+        seen.append({name: look() for name, look in names.items()})
+        return module.linear(x)
+
+    captured(One(forward), X)
+    assert seen and all(found == before for found in seen)
+
+
+def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
+    """An eager call of another thread waits while the module is captured, and a capture for calls under way."""
+    seen = []
+
+    def forward(module, x):
+        seen.append((threading.current_thread().name, id(module.linear.weight)))
+        return module.linear(x)
+
+    module = One(forward)
+    real, graphed = id(module.linear.weight), graph(module, warmup=0)
+
+    def evaluate():
+        threading.current_thread().name = "evaluating"
+        with torch.no_grad():
+            for _ in range(200):
+                graphed(X)
+
+    def capture():
+        threading.current_thread().name = "capturing"
+        for rows in range(1, 20):
+            quietly(lambda rows=rows: graphed(torch.randn(rows, 4)).sum().backward())
+
+    assert not (errors := together(evaluate, capture)), errors
+    assert {weight for name, weight in seen if name == "evaluating"} == {real}
+    assert graphed.stats.captured == 19 and any(weight != real for name, weight in seen if name == "capturing")
