@@ -82,6 +82,7 @@ class HostEffects:
         self.module = module
         self.volatile: set[Mark] = set() if volatile is None else volatile
         self.assigned: set[Mark] = set() if assigned is None else assigned
+        self._state = ModuleState(module)  # what eager code may change beside the module's own attributes
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
         """Remember everything, and mark the seeds of `generators`, whose states the caller puts back."""
@@ -91,7 +92,10 @@ class HostEffects:
         self._before = self._expected = self._contents()
         self._seeds = [_MARKED_SEED] * len(self._generators)
         self._random_before = self._random = _random_states()
-        self._state: ModuleState | None = None  # what eager code may change beside the module's own attributes
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the module, and of modules that it holds without having them registered."""
+        return [buffer for owner in self._state.owners for buffer in owner._buffers.values() if buffer is not None]
 
     def undo(self) -> None:
         """Put back what Python code has changed."""
@@ -127,8 +131,6 @@ class HostEffects:
         """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
         self.check(parameters_too=False)
         before = self._contents()
-        if self._state is None:
-            self._state = ModuleState(self.module)
         self._state.moved()
         yield
         self.volatile |= self._state.moved()

@@ -99,8 +99,8 @@ WATCHED: tuple[Row, ...] = (
         Treatment.REFERENT, "forward reads what they refer to now"),
     Row("internals of torch, numpy, packgraph and of the interpreter",
         ("torch._*", "torch.distributed.*", "torch.cuda.*", "torch.fx.*", "torch.jit.*", "torch.utils.*", "numpy.*",
-         "packgraph.*", "logging.*", "threading.Thread", "concurrent.*", "asyncio.*", "_thread.*", types.CodeType,
-         types.CellType, types.FrameType), Treatment.IDENTITY, "they keep caches of their own"),
+         "packgraph.*", "logging.*", "threading.Thread", "concurrent.*", "asyncio.*", "contextlib.*", "_thread.*",
+         types.CodeType, types.CellType, types.FrameType), Treatment.IDENTITY, "they keep caches of their own"),
     Row("other objects", (object,), Treatment.ATTRIBUTES,
         "attributes and slots are baked, to three objects deep; below that, and of objects without attributes, "
         "identity is watched"),
