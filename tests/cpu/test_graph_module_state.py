@@ -9,9 +9,9 @@ from torch import nn
 
 from packgraph.graphs.effects import HostEffects
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
-from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.guard import refuse_unsafe
+from packgraph.graphs.module_state import ModuleState
 
 # ---- facts that change after the capture
 

@@ -17,8 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.guard import LEAVE_OUT, RESEED
+from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.program import Program
 from packgraph.plan.regions import Run
 from packgraph.plan.stages import State

@@ -11,7 +11,7 @@ then made anew.
 """
 import gc
 import operator
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -116,7 +116,7 @@ class Seal:
             self._typed.append(holder)
 
     def _versions_now(self) -> list[Any]:
-        tables = chain(map(vars, self._objects), self._dicts)
+        tables: Iterable[dict[Any, Any]] = chain(map(vars, self._objects), self._dicts)
         if USE_VERSIONS:
             return list(map(guards.dict_version, tables))
         return [part for table in tables for part in (table, len(table), *table, *table.values())]

@@ -65,7 +65,7 @@ class Table:
     by_field: bool = True
     owner: Any = None
     behind: dict[Any, Any] | None = None
-    kind: type = type(None)
+    kind: type = object
 
     def __post_init__(self) -> None:
         self.kind = type(self.holder)
@@ -118,8 +118,9 @@ def _values(read: Callable[[], Pairs]) -> list[Any]:
     return [value for _, value in read()]
 
 
-_ITERATE = {list: list.__iter__, set: set.__iter__, deque: deque.__iter__, tuple: tuple.__iter__,
-            frozenset: frozenset.__iter__}
+_ITERATE: dict[type, Callable[[Any], Iterable[Any]]] = {
+    list: list.__iter__, set: set.__iter__, deque: deque.__iter__, tuple: tuple.__iter__,
+    frozenset: frozenset.__iter__}
 
 
 def contents_table(value: Any, place: Place, mark: Mark | None, word: str = "an entry of", by_field: bool = False,

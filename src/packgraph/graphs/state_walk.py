@@ -214,8 +214,8 @@ class Walk:
 
     def _note_function(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
         if isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self._note(part, place, mark, depth)
+            for name in ("func", "args", "keywords"):
+                self._note(getattr(value, name), place.field(name), mark, depth)
             return
         bound = getattr(value, "__self__", None)
         if bound is not None and not isinstance(bound, type | types.ModuleType):

@@ -21,9 +21,9 @@ from packgraph.graphs.backend import Backend, Graph, Static
 from packgraph.graphs.capture import compiled_code, explained, undone
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.guard import HostReadGuard, Watch
 from packgraph.graphs.lanes import Lanes
+from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters
 from packgraph.graphs.program import hide_lengths
 from packgraph.graphs.signature import signature

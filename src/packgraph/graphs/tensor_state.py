@@ -121,9 +121,9 @@ class TensorState:
         facts = [fact for fact in self._facts.values() if fact.mark not in skip]
         self._tensors = [fact.tensor for fact in facts]
         self._trains = [fact.trains for fact in facts]
-        dense = [fact for fact in facts if fact.local is not None]
-        self._locals = [fact.local for fact in dense]
-        self._pointers, self._forms = [fact.pointer for fact in dense], [fact.form for fact in dense]
+        self._locals = [fact.local for fact in facts if fact.local is not None]
+        self._pointers = [fact.pointer for fact in facts if fact.local is not None]
+        self._forms = [fact.form for fact in facts if fact.local is not None]
         # The guards see requires_grad of what they are made of: a parameter, but not that of a DTensor's local part.
         self._others = [fact for fact in facts if fact.local is not fact.tensor]
         self._free = [fact.tensor for fact in facts if not fact.hooked]
