@@ -275,3 +275,16 @@ def test_what_changes_nothing_lets_calls_replay(around):
         with around():
             train(model)
     assert graphed.stats.replayed == 6 and same_gradients(eager, graphed)
+
+
+def test_another_default_device_is_another_key():
+    module = One(lambda module, x: module.linear(x) * torch.ones(4).device.type.count("c"))
+    eager, graphed = copy.deepcopy(module), graph(module, warmup=0)
+    for model in (eager, graphed):
+        train(model)
+    with torch.device("meta"):
+        assert torch.equal(quietly(graphed, X), eager(X))
+    with torch.device("cpu"):
+        train(graphed)
+    train(graphed)
+    assert graphed.stats.captured == 2 and graphed.stats.replayed == 9 and graphed.stats.fallbacks.total() == 1

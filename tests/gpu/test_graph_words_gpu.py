@@ -1,4 +1,4 @@
-"""On the device: captures that find no memory or are interrupted, numbers as 0-d tensors, calls that somebody watches."""
+"""On the device: captures that find no memory or are interrupted, 0-d tensors for numbers, calls that are watched."""
 import copy
 import warnings
 
@@ -13,7 +13,7 @@ from packgraph.graphs.cuda.backend import CudaWindow
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 class Noisy(nn.Module):

@@ -57,10 +57,10 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
     collecting = gc.isenabled()
     gc.disable()
     torch.clear_autocast_cache()
-    with torch.no_grad():
-        for buffer in module.buffers():
-            journal.before_write(buffer)
     effects.begin(generators)
+    with torch.no_grad():
+        for buffer in effects.buffers():
+            journal.before_write(buffer)
     journal.draws = effects.draws
     try:
         with known_generators(generators), effects.draws.watching():

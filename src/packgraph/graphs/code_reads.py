@@ -59,6 +59,14 @@ def is_library(name: str) -> bool:
     return file is not None and (file.startswith(_PACKGRAPH) or not is_user_file(file))
 
 
+@functools.lru_cache(maxsize=8192)
+def is_installed(name: str) -> bool:
+    """Whether the Python module `name` is a library's or comes from an installed package: nobody rewrites its functions
+    in place, and its globals seldom change."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return is_library(name) or "site-packages" in file or "dist-packages" in file
+
+
 def is_library_class(kind: type) -> bool:
     """Whether a class comes from a library or from C."""
     return is_library(kind.__module__)

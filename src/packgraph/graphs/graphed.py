@@ -400,10 +400,8 @@ class Control:
             self._coded.add(call.key)
 
     def _check_fingerprint(self) -> str | None:
-        """Drop all graphs when a fact they baked about the module has changed; the call then captures again.
-
-        Returns a reason to run this call eagerly, or None.
-        """
+        """Drop all graphs when a fact they baked about the module has changed; the call then captures again, or runs
+        eagerly for the returned reason."""
         if self._steady is not None:
             return None
         change, before = (self._fingerprint.changed(), self._fingerprint.refused) if self._fingerprint else (None, None)

@@ -9,8 +9,9 @@ replay does not must be as it was at the capture: `state_kinds.WATCHED` says of 
 A seal may break without a change: an equal value was set again, or an eager stage has assigned an attribute. It is
 then made anew.
 """
+import gc
 import operator
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from torch._C._dynamo import guards
 
 from packgraph.graphs.module_hooks import HOOKS, global_hooks, owners
-from packgraph.graphs.state_kinds import ASSUMED, PLAIN, Mark, contents, same_value
+from packgraph.graphs.state_kinds import ASSUMED, PLAIN, Mark, Treatment, contents, row_of, same_value
 from packgraph.graphs.state_tables import Form, Table
 from packgraph.graphs.state_walk import SUBMODULE, Refused, Walk
 from packgraph.graphs.wrapper import Wrapper
@@ -30,6 +31,9 @@ _IN_PLACE = "change parameters and other tensors in place (copy_, load_state_dic
 _AT_FIRST = "do it before the first captured call, or live with one more capture per change"
 _ARGUMENT = ("pass what changes often to forward as an argument, as a tensor if it may have any value; if forward does "
              "not read it, packgraph.assume_constant(the object that has it)")
+
+
+_LEAVES = (Treatment.VALUE, Treatment.TENSOR, Treatment.IDENTITY)  # nothing in them is to be found
 
 
 class Change(NamedTuple):
@@ -50,16 +54,18 @@ def _versions_work() -> bool:
 
     changes: list[Callable[[Any], Any]] = [
         lambda h: setattr(h, "value", 2), lambda h: setattr(h, "new", 1), lambda h: delattr(h, "value"),
-        lambda h: vars(h).update(value=3), lambda h: setattr(h, "__dict__", {"value": 1}), lambda h: vars(h).clear()]
+        lambda h: vars(h).update(value=3), lambda h: setattr(h, "__dict__", {"value": 1}), lambda h: vars(h).clear(),
+        lambda h: setattr(Holder, "value", -1), lambda h: setattr(Holder, "late", -1)]
+    of_class = next(found for found in gc.get_referents(vars(Holder)) if type(found) is dict)
     try:
         for change in changes:
             holder = Holder()
             holder.value = 1
-            before = guards.dict_version(vars(holder))
-            if before != guards.dict_version(vars(holder)):
+            before = [guards.dict_version(table) for table in (vars(holder), of_class)]
+            if before != [guards.dict_version(table) for table in (vars(holder), of_class)]:
                 return False
             change(holder)
-            if before == guards.dict_version(vars(holder)):
+            if before == [guards.dict_version(table) for table in (vars(holder), of_class)]:
                 return False
     except (AttributeError, TypeError, RuntimeError):
         return False
@@ -102,14 +108,16 @@ class Seal:
         elif table.form is Form.FIELDS:
             self._objects.append(holder)
             self._typed.append(holder)
-        elif table.form in (Form.DICT, Form.ITEMS):
-            (self._empty if not holder else self._dicts if table.form is Form.DICT else self._items).append(holder)
+        elif table.form is Form.DICT and table.behind is not None:
+            (self._dicts if table.behind else self._empty).append(table.behind)
+        elif table.form is Form.ITEMS:
+            (self._items if holder else self._empty).append(holder)
         elif table.form is Form.CALL and table.quick is not None:
             self._calls.append(table.quick)
             self._typed.append(holder)
 
     def _versions_now(self) -> list[Any]:
-        tables = chain(map(vars, self._objects), self._dicts)
+        tables: Iterable[dict[Any, Any]] = chain(map(vars, self._objects), self._dicts)
         if USE_VERSIONS:
             return list(map(guards.dict_version, tables))
         return [part for table in tables for part in (table, len(table), *table, *table.values())]
@@ -156,6 +164,11 @@ class ModuleState:
         self._tables_of = {id(table.holder): table for table in walk.tables}
         self._seal = Seal(walk, self._volatile)
 
+    @property
+    def owners(self) -> list[torch.nn.Module]:
+        """The module, its submodules, and those that any of them holds elsewhere."""
+        return self._walk.owners
+
     def changed(self, but: Set[Mark] = frozenset()) -> Change | None:
         """What no longer holds, or None. but: attributes that are not looked at, besides the volatile ones."""
         if not self.hooked() and self._seal.holds():
@@ -166,8 +179,7 @@ class ModuleState:
         if change is None and not but:
             if self._moved:
                 self._look()
-            else:
-                self._walk.tensors.resealed()
+            elif not self._walk.tensors.widen():
                 self._seal = Seal(self._walk, self._volatile)
         return change
 
@@ -176,13 +188,18 @@ class ModuleState:
         are from here on."""
         if self._seal.holds():
             return set()
-        found = set[Mark]()
+        found, again = set[Mark](), self._assumed != ASSUMED.version
         for table in self._walk.tables:
             before, now = dict(table.entries), dict(table.read())
-            found.update(table.mark_of(key) for key in before.keys() | now.keys()
-                         if key not in now or key not in before
-                         or (now[key] is not before[key] and not same_value(now[key], before[key])))
-        self._look()
+            keys = [key for key in before.keys() | now.keys() if key not in now or key not in before
+                    or (now[key] is not before[key] and not same_value(now[key], before[key]))]
+            again = again or any(row_of(now[key]).treatment not in _LEAVES for key in keys if key in now)
+            found.update(map(table.mark_of, keys))
+            table.entries = list(now.items())
+        if again:
+            self._look()
+        else:
+            self._seal = Seal(self._walk, self._volatile)
         return found - {SUBMODULE}
 
     def hooked(self) -> bool:

@@ -56,6 +56,7 @@ def modes(device_type: str) -> tuple[Any, ...]:
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+        str(torch.get_default_device()) if torch._C._len_torch_function_stack() else None,
     )
 
 

@@ -99,8 +99,8 @@ WATCHED: tuple[Row, ...] = (
         Treatment.REFERENT, "forward reads what they refer to now"),
     Row("internals of torch, numpy, packgraph and of the interpreter",
         ("torch._*", "torch.distributed.*", "torch.cuda.*", "torch.fx.*", "torch.jit.*", "torch.utils.*", "numpy.*",
-         "packgraph.*", "logging.*", "contextlib.*", "threading.Thread", "concurrent.*", "asyncio.*", "_thread.*", types.CodeType,
-         types.CellType, types.FrameType), Treatment.IDENTITY, "they keep caches of their own"),
+         "packgraph.*", "logging.*", "threading.Thread", "concurrent.*", "asyncio.*", "contextlib.*", "_thread.*",
+         types.CodeType, types.CellType, types.FrameType), Treatment.IDENTITY, "they keep caches of their own"),
     Row("other objects", (object,), Treatment.ATTRIBUTES,
         "attributes and slots are baked, to three objects deep; below that, and of objects without attributes, "
         "identity is watched"),
@@ -138,7 +138,8 @@ def row_of(value: Any) -> Row:
 def global_generators() -> tuple[Any, ...]:
     """The hidden generators behind `random.random` and `numpy.random.rand`: captures see draws from them."""
     numpy = sys.modules.get("numpy.random")
-    return (random.random.__self__, *(() if numpy is None else (numpy.rand.__self__,)))
+    draws = [random.random, *(() if numpy is None else (numpy.rand,))]
+    return tuple(getattr(draw, "__self__", None) for draw in draws)
 
 
 def value_key(value: Any) -> Hashable | None:
@@ -173,8 +174,11 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def contents(buffer: Any) -> tuple[Any, ...] | None:
-    """Form and bytes of an array or a byte buffer; the form alone if it is large and cannot be written to, None if it is
-    too large to be compared before every call."""
+    """Form and bytes of an array or a byte buffer.
+
+    Of one that is large and cannot be written to, the form alone; None if it is too large to be compared before every
+    call.
+    """
     form = tuple(getattr(buffer, name, None) for name in ("dtype", "shape", "strides", "typecode"))
     nbytes = getattr(buffer, "nbytes", None)
     if nbytes is None:
@@ -234,7 +238,7 @@ def assume_constant(value: T) -> T:
         TypeError: `value` is a plain value such as a number, which has no identity of its own.
     """
     if row_of(value).treatment is Treatment.VALUE:
-        raise TypeError(f"assume_constant({value!r}): a {type(value).__name__} is known by its value, not as an object; "
-                        "pass the object that holds it")
+        raise TypeError(f"assume_constant({value!r}): a {type(value).__name__} is known by its value, not as an "
+                        "object; pass the object that holds it")
     ASSUMED.add(value)
     return value

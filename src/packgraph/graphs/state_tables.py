@@ -1,6 +1,7 @@
 """Snapshots of containers: what they held, how to read it again, and where that is in the user's words."""
+import gc
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -36,7 +37,7 @@ class Form(Enum):
     """How the entries of a container can be compared fast."""
 
     FIELDS = "attributes of an object with __dict__"
-    DICT = "a plain dictionary"
+    DICT = "a plain dictionary, or what only changes with one"
     ITEMS = "a list, set or deque"
     FIXED = "cannot change"
     CALL = "by calling `quick`"
@@ -49,7 +50,7 @@ class Table:
     holder: the container, or the object of the attributes. read: its entries now. entries: as they were. place, word:
     where it is, and what an entry is called. mark: the attribute it belongs to; None, every entry is an attribute of
     its own, of `owner` (default `holder`). ordered: the order of entries counts. quick: the values now, as fast as
-    possible.
+    possible. behind: the dictionary in whose version every change shows, of the form DICT.
     """
 
     holder: Any
@@ -63,7 +64,8 @@ class Table:
     quick: Callable[[], Iterable[Any]] | None = None
     by_field: bool = True
     owner: Any = None
-    kind: type = type(None)
+    behind: dict[Any, Any] | None = None
+    kind: type = object
 
     def __post_init__(self) -> None:
         self.kind = type(self.holder)
@@ -116,19 +118,20 @@ def _values(read: Callable[[], Pairs]) -> list[Any]:
     return [value for _, value in read()]
 
 
-_ITERATE = {list: list.__iter__, set: set.__iter__, deque: deque.__iter__, tuple: tuple.__iter__,
-            frozenset: frozenset.__iter__}
+_ITERATE: dict[type, Callable[[Any], Iterable[Any]]] = {
+    list: list.__iter__, set: set.__iter__, deque: deque.__iter__, tuple: tuple.__iter__,
+    frozenset: frozenset.__iter__}
 
 
 def contents_table(value: Any, place: Place, mark: Mark | None, word: str = "an entry of", by_field: bool = False,
                    owner: Any = None) -> Table:
     """The entries of a built-in container, whatever a subclass makes of them."""
     if isinstance(value, dict | MappingProxyType):
-        items = dict.items if isinstance(value, dict) else MappingProxyType.items
+        items = next(kind.items for kind in (OrderedDict, dict, MappingProxyType) if isinstance(value, kind))
         read: Callable[[], Pairs] = partial(_items, items, value)
         if type(value) is dict:
             return Table(value, Form.DICT, read, read(), place, word, mark, ordered=True, by_field=by_field,
-                         owner=owner)
+                         owner=owner, behind=value)
         return Table(value, Form.CALL, read, read(), place, word, mark, ordered=True, by_field=by_field, owner=owner,
                      quick=partial(_flat, read))
     base = next(kind for kind in _ITERATE if isinstance(value, kind))
@@ -153,8 +156,8 @@ def _enumerated(iterate: Callable[[Any], Iterable[Any]], value: Any) -> Pairs:
 def class_table(kind: type, place: Place, methods_only: bool) -> Table:
     """The attributes of one class, without what Python itself keeps there. methods_only: of a library's class."""
     read = partial(_class_entries, kind, methods_only)
-    return Table(kind, Form.CALL, read, read(), place, "an attribute of", None, ordered=False,
-                 quick=vars(kind).values)
+    behind = next(found for found in gc.get_referents(vars(kind)) if type(found) is dict)
+    return Table(kind, Form.DICT, read, read(), place, "an attribute of", None, ordered=False, behind=behind)
 
 
 def _class_entries(kind: type, methods_only: bool) -> Pairs:
@@ -194,12 +197,14 @@ def _cells(function: FunctionType) -> Pairs:
     return pairs
 
 
-def names_table(namespace: dict[str, Any], names: Iterable[str], place: Place) -> Table:
-    """Chosen names of a module's globals, be they there or not."""
+def names_table(namespace: dict[str, Any], names: Iterable[str], place: Place, settled: bool) -> Table:
+    """Chosen names of a module's globals, be they there or not. settled: its globals seldom change."""
     names = sorted(names)
     there = [name for name in names if name in namespace]
     absent = [name for name in names if name not in namespace]
     read = partial(_picked, namespace, names)
+    if settled:
+        return Table(namespace, Form.DICT, read, read(), place, "a global of", None, ordered=False, behind=namespace)
     # With one name alone itemgetter returns no tuple.
     picked = partial(operator.itemgetter(*there, there[0]), namespace) if there else tuple
     quick = partial(_checked, namespace.keys(), absent, picked)

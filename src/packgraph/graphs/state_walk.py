@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.code_reads import imported, is_library, is_library_class, reads_of
+from packgraph.graphs.code_reads import imported, is_installed, is_library, is_library_class, reads_of
 from packgraph.graphs.module_hooks import module_hooks, owners
 from packgraph.graphs.state_kinds import (
     ASSUMED,
@@ -83,7 +83,7 @@ class Walk:
         self._own_generators = {id(generator) for generator in global_generators()}
         self._note_module(module, Place(""))
         self._walk_methods()
-        self.tables += [names_table(namespace, names, Place(name, _GLOBAL))
+        self.tables += [names_table(namespace, names, Place(name, _GLOBAL), is_installed(name))
                         for namespace, name, names in self._globals.values()]
 
     # ---- modules
@@ -214,8 +214,8 @@ class Walk:
 
     def _note_function(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
         if isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self._note(part, place, mark, depth)
+            for name in ("func", "args", "keywords"):
+                self._note(getattr(value, name), place.field(name), mark, depth)
             return
         bound = getattr(value, "__self__", None)
         if bound is not None and not isinstance(bound, type | types.ModuleType):
@@ -228,10 +228,11 @@ class Walk:
         if id(function) in self._functions or function in ASSUMED:
             return
         self._functions[id(function)] = function
-        library = is_library(function.__globals__.get("__name__", ""))
+        origin = function.__globals__.get("__name__", "")
+        library = is_library(origin)
         closure = closure_table(function, Place("", _VARIABLE))
         found = [closure] if closure.entries else []
-        if not library:
+        if not is_installed(origin):
             found.append(function_table(function, Place(function.__qualname__)))
             found.append(fields_table(function, Place(function.__qualname__)))
         self.tables += found

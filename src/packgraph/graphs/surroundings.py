@@ -18,9 +18,7 @@ def is_traced() -> bool:
 
 
 def reason_around() -> str | None:
-    """Why a call made here must run eagerly, or None."""
-    if is_traced():
-        return fallback.TRACED
+    """Why a call made here must run eagerly, or None. Whether it is traced has been asked before."""
     if torch.is_inference_mode_enabled():
         return fallback.INFERENCE
     if torch._C._functorch.peek_interpreter_stack() is not None:
