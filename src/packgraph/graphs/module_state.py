@@ -17,12 +17,12 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo import guards
 
 from packgraph.graphs.module_hooks import HOOKS, global_hooks, owners
 from packgraph.graphs.state_kinds import ASSUMED, PLAIN, Mark, Treatment, contents, row_of, same_value
 from packgraph.graphs.state_tables import Form, Table
 from packgraph.graphs.state_walk import SUBMODULE, Refused, Walk
+from packgraph.graphs.tensor_state import guards
 
 __all__ = ["PLAIN", "Change", "Mark", "ModuleState", "owners"]
 
@@ -171,7 +171,7 @@ class ModuleState:
         """What no longer holds, or None. but: attributes that are not looked at, besides the volatile ones."""
         if not self.hooked() and self._seal.holds():
             return None
-        self._moved = self._assumed != ASSUMED.version
+        self._moved, self._partly = self._assumed != ASSUMED.version, bool(but)
         skip = self._volatile | but
         change = self._submodules_changed() or self._tensors_changed(skip) or self._values_changed(skip)
         if change is None and not but:
@@ -251,7 +251,8 @@ class ModuleState:
                 return Change(f"the order or a key of {table.place} changed", _ARGUMENT)
             if current is not value and not self._equal(value, current):
                 return self._in_words(table, key, value, current)
-        table.entries = now
+        if not self._partly:
+            table.entries = now
         return None
 
     def _in_words(self, table: Table, key: Any, before: Any, now: Any) -> Change:

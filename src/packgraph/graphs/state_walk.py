@@ -77,12 +77,13 @@ class Walk:
         self.refused: Refused | None = None
         self._seen: dict[int, int] = {}
         self._functions: dict[int, types.FunctionType] = {}
+        self._pending: list[types.FunctionType] = []
         self._classes: dict[type, bool] = {}
         self._names = set(_CALLED)
         self._globals: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self._own_generators = {id(generator) for generator in global_generators()}
         self._note_module(module, Place(""))
-        self._walk_methods()
+        self._walk_code()
         self.tables += [names_table(namespace, names, Place(name, _GLOBAL), is_installed(name))
                         for namespace, name, names in self._globals.values()]
 
@@ -222,12 +223,14 @@ class Walk:
             self._note(bound, place, mark, depth)
         function = _function_of(value)
         if function is not None:
-            self._walk_function(function)
+            self._add_function(function)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        if id(function) not in self._functions and function not in ASSUMED:
+            self._functions[id(function)] = function
+            self._pending.append(function)
 
     def _walk_function(self, function: types.FunctionType) -> None:
-        if id(function) in self._functions or function in ASSUMED:
-            return
-        self._functions[id(function)] = function
         origin = function.__globals__.get("__name__", "")
         library = is_library(origin)
         closure = closure_table(function, Place("", _VARIABLE))
@@ -241,7 +244,7 @@ class Walk:
         reads = reads_of(function.__code__)
         if not library:
             self._names |= reads.attributes
-            self._note_names(function.__globals__, reads.names, reads.attributes)
+            self._note_names(function.__globals__, reads.names, reads.attributes, set())
             for level, name in reads.imports:
                 for module in imported(level, name, function.__globals__.get("__package__")):
                     self._note_namespace(module, reads.attributes | reads.names, set())
@@ -249,14 +252,15 @@ class Walk:
             if isinstance(value, types.ModuleType):
                 self._note_namespace(value, reads.attributes, set())
 
-    def _note_names(self, namespace: dict[str, Any], names: Iterable[str], attributes: frozenset[str]) -> None:
-        """Globals that code reads, and what it may read of modules and classes among them."""
+    def _note_names(self, namespace: dict[str, Any], names: Iterable[str], attributes: frozenset[str],
+                    above: set[int]) -> None:
+        """Globals that code reads, and what it may read of modules and classes among them. above: modules done."""
         label = namespace.get("__name__", "")
         known = self._globals.setdefault(id(namespace), (namespace, label, set()))[2]
         for name in names:
             value = namespace.get(name, MISSING)
             if isinstance(value, types.ModuleType):
-                self._note_namespace(value, attributes, set())
+                self._note_namespace(value, attributes, above)
             if name in known:
                 continue
             known.add(name)
@@ -273,7 +277,7 @@ class Walk:
         namespace = vars(module)
         read = [name for name in names if name in namespace]
         if not is_library(module.__name__):
-            self._note_names(namespace, read, names)
+            self._note_names(namespace, read, names, above)
             return
         self._globals.setdefault(id(namespace), (namespace, module.__name__, set()))[2].update(read)
         for name in read:
@@ -296,11 +300,13 @@ class Walk:
                 if row_of(value).treatment is not Treatment.FUNCTION:
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
 
-    def _walk_methods(self) -> None:
-        """The methods that code walked so far may call, until no more come."""
+    def _walk_code(self) -> None:
+        """Walk the functions that were met, then the methods that they may call, until no more come."""
         before = -1
-        while before != len(self._functions) + len(self._names) + len(self._classes):
-            before = len(self._functions) + len(self._names) + len(self._classes)
+        while self._pending or before != len(self._names) + len(self._classes):
+            while self._pending:
+                self._walk_function(self._pending.pop())
+            before = len(self._names) + len(self._classes)
             for kind, made in list(self._classes.items()):
                 if is_library_class(kind):
                     continue
@@ -309,7 +315,7 @@ class Walk:
                     if special or name in self._names:
                         function = _function_of(value)
                         if function is not None:
-                            self._walk_function(function)
+                            self._add_function(function)
 
 
 def _function_of(value: Any) -> types.FunctionType | None:

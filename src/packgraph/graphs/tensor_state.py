@@ -4,13 +4,13 @@ from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo import guards
 from torch.utils.hooks import RemovableHandle
 
 from packgraph.graphs.parameters import has_hooks, local_tensor
 from packgraph.graphs.state_kinds import Mark
 from packgraph.graphs.state_tables import Place
 
+guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # no public interface
 # What torch.compile notes on tensors for itself.
 OF_TORCH = frozenset({"_dynamo_static_input_type", "_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices",
                       "_dynamo_unbacked_indices", "_dynamo_static_indices", "_is_param"})
