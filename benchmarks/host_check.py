@@ -1,10 +1,12 @@
-"""Host time of a call that replays: the check of module state alone, and a whole call with its backward.
+"""Host time of a call that replays: the check of module state alone, and a whole call with its
+backward.
 
-    PYTHONPATH=src python benchmarks/host_check.py                  --profile says where the time goes
+    PYTHONPATH=src python benchmarks/host_check.py        --profile says where the time goes
 
-The module is a decoder of 28 narrow layers in one chunk graph on the recorder. Launches are left out: graphs do nothing
-while host time is measured.
+The module is a decoder of 28 narrow layers in one chunk graph on the recorder. Launches are left
+out: graphs do nothing while host time is measured.
 """
+
 import argparse
 import cProfile
 import pstats
@@ -22,8 +24,11 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.packing.batch import PackedBatch
 
 
-def show(what: str, work: Callable[[], object], calls: int, cold: torch.Tensor | None = None) -> None:
-    """Print median and least time of a call. cold: memory to walk over before each, to empty the caches."""
+def show(
+    what: str, work: Callable[[], object], calls: int, cold: torch.Tensor | None = None
+) -> None:
+    """Print median and least time of a call. cold: memory to walk over before each, to empty the
+    caches."""
     times = []
     for _ in range(calls):
         if cold is not None:
@@ -45,13 +50,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--calls", type=int, default=300)
-    parser.add_argument("--cold", action="store_true", help="empty the caches before every call, as training does")
+    parser.add_argument(
+        "--cold", action="store_true", help="empty the caches before every call, as training does"
+    )
     parser.add_argument("--profile", action="store_true", help="print where Python spends its time")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     cold = torch.zeros(2**24) if asked.cold else None
-    config = DecoderConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=asked.layers, num_heads=2,
-                           num_kv_heads=1, head_dim=8)
+    config = DecoderConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=asked.layers,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+    )
     model, row = DecoderModel(config), batch(16)
     graphed = packgraph.graph(model, warmup=1)
     for _ in range(3):

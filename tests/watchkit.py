@@ -21,13 +21,15 @@ CURRENT = contextvars.ContextVar("CURRENT", default=1.0)
 settings_module = types.ModuleType("settings_of_a_test")
 settings_module.scale = 1.0
 sys.modules["settings_of_a_test"] = settings_module
+settings_module.inner = types.ModuleType("settings_of_a_test.inner")
+settings_module.inner.scale, settings_module.inner.outer = 1.0, settings_module
 HERE = sys.modules[__name__]
 AGAIN = float("1.0")  # an equal value in another object
 
 
 def put_back():
     """Give all globals and class attributes the values that they had."""
-    HERE.SCALE, SETTINGS.scale, settings_module.scale = 1.0, 1.0, 1.0
+    HERE.SCALE, SETTINGS.scale, settings_module.scale, settings_module.inner.scale = 1.0, 1.0, 1.0, 1.0
     CURRENT.set(1.0)
     Classy.scale, Base.scale, Helper.scale = 1.0, 1.0, 1.0
     for kind in (Classy, Derived):
@@ -275,6 +277,9 @@ CASES = {
                              lambda m: setattr(SETTINGS, "scale", AGAIN)),
     "a module's attribute": (scaled(lambda m: settings_module.scale), lambda m: setattr(settings_module, "scale", 2.0),
                              lambda m: setattr(settings_module, "scale", AGAIN)),
+    "a module's in a circle": (scaled(lambda m: settings_module.inner.outer.inner.scale),
+                               lambda m: setattr(settings_module.inner, "scale", 2.0),
+                               lambda m: setattr(settings_module.inner, "scale", AGAIN)),
     "an import in forward": (lambda: One(imports), lambda m: setattr(settings_module, "scale", 2.0),
                              lambda m: setattr(settings_module, "scale", AGAIN)),
     "a context variable": (scaled(lambda m: CURRENT.get()), lambda m: CURRENT.set(2.0) and None,

@@ -1,4 +1,6 @@
-"""State that cannot be watched: the module runs eagerly under a reason of its own, unless the user vouches for it."""
+"""State that cannot be watched: the module runs eagerly under a reason of its own, unless the
+user vouches for it."""
+
 import collections
 import functools
 import gc
@@ -42,8 +44,14 @@ def lines(tmp_path):
 
 HELD = {
     "random.Random": (lambda _: random.Random(1), lambda held: held.random()),
-    "numpy.random._generator.Generator": (lambda _: numpy.random.default_rng(1), lambda held: float(held.random())),
-    "numpy.random.mtrand.RandomState": (lambda _: numpy.random.RandomState(1), lambda held: float(held.rand())),
+    "numpy.random._generator.Generator": (
+        lambda _: numpy.random.default_rng(1),
+        lambda held: float(held.random()),
+    ),
+    "numpy.random.mtrand.RandomState": (
+        lambda _: numpy.random.RandomState(1),
+        lambda held: float(held.rand()),
+    ),
     "itertools.count": (lambda _: itertools.count(1), next),
     "list_iterator": (lambda _: iter([float(i) for i in range(30)]), next),
     "generator": (lambda _: (float(i) for i in range(30)), next),
@@ -54,9 +62,16 @@ HELD = {
 WRAPS = {
     "attribute": (lambda held: held, lambda m: m.held, "'held' is"),
     "list": (lambda held: [held], lambda m: m.held[0], r"'held\[0\]' is"),
-    "object": (lambda held: types.SimpleNamespace(inner=held), lambda m: m.held.inner, r"'held\.inner' is"),
-    "partial": (lambda held: functools.partial(lambda inner: inner, held), lambda m: m.held(),
-                r"'held\.args\[0\]' is"),
+    "object": (
+        lambda held: types.SimpleNamespace(inner=held),
+        lambda m: m.held.inner,
+        r"'held\.inner' is",
+    ),
+    "partial": (
+        lambda held: functools.partial(lambda inner: inner, held),
+        lambda m: m.held(),
+        r"'held\.args\[0\]' is",
+    ),
 }
 
 
@@ -93,16 +108,22 @@ def test_hidden_state_is_refused_and_counted_and_warned_about_once(kind, wrap, t
     told = [str(w.message) for w in caught if issubclass(w.category, PackgraphWarning)]
     assert len(told) == 1 and "assume_constant" in told[0]
     assert re.search(f"{words} of type {kind}", told[0]), told[0]
-    assert dict(graphed.stats.fallbacks) == {"warm-up": 1, HIDDEN_STATE: 4} and not graphed.stats.captured
+    assert (
+        dict(graphed.stats.fallbacks) == {"warm-up": 1, HIDDEN_STATE: 4}
+        and not graphed.stats.captured
+    )
 
 
 @pytest.mark.parametrize("where", ["closure", "global", "default", "method"])
 def test_hidden_state_that_the_code_names_is_refused(where):
     held = random.Random(5)
     RNG.seed(5)
-    forward = {"closure": lambda m, x: m.linear(x) * held.random(), "global": lambda m, x: m.linear(x) * RNG.random(),
-               "default": lambda m, x, held=held: m.linear(x) * held.random(),
-               "method": functools.partial(lambda draw, m, x: m.linear(x) * draw(), held.random)}[where]
+    forward = {
+        "closure": lambda m, x: m.linear(x) * held.random(),
+        "global": lambda m, x: m.linear(x) * RNG.random(),
+        "default": lambda m, x, held=held: m.linear(x) * held.random(),
+        "method": functools.partial(lambda draw, m, x: m.linear(x) * draw(), held.random),
+    }[where]
     graphed = graph(One(forward), warmup=0)
     with pytest.warns(PackgraphWarning, match=r"is of type random\.Random"):
         found = run(graphed)
@@ -116,7 +137,10 @@ def test_strict_raises_in_every_call():
     for _ in range(2):
         with pytest.raises(CaptureError, match=r"'held' is of type random\.Random") as caught:
             graphed(X)
-    assert "test_graph_state_refused.py" in caught.value.where and "assume_constant" in caught.value.remedy
+    assert (
+        "test_graph_state_refused.py" in caught.value.where
+        and "assume_constant" in caught.value.remedy
+    )
 
 
 def test_a_module_that_no_longer_holds_it_is_captured():
@@ -136,21 +160,38 @@ def test_hidden_state_that_comes_later_ends_replays():
     eager = reading(lambda held: held.random(), lambda m: m.held, held=random.Random(1))
     with pytest.warns(PackgraphWarning, match=r"random\.Random"):
         found = run(graphed)
-    assert same(found, run(eager)) and graphed.stats.replayed == 5 and graphed.stats.fallbacks[HIDDEN_STATE] == 5
+    assert (
+        same(found, run(eager))
+        and graphed.stats.replayed == 5
+        and graphed.stats.fallbacks[HIDDEN_STATE] == 5
+    )
 
 
 def test_a_torch_generator_and_the_global_generators_are_fine():
-    module = One(lambda m, x: m.linear(x) * torch.rand(4, generator=m.held), held=torch.Generator().manual_seed(1))
+    module = One(
+        lambda m, x: m.linear(x) * torch.rand(4, generator=m.held),
+        held=torch.Generator().manual_seed(1),
+    )
     module.also = [random.random, numpy.random.rand]
     graphed = graph(module, warmup=0)
     run(graphed)
     assert graphed.stats.replayed == 5 and not graphed.stats.fallbacks
 
 
-@pytest.mark.parametrize("held", [
-    lambda: numpy.zeros(2**20), lambda: bytearray(2**21), lambda: [0] * 30_000, lambda: collections.deque([0] * 30_000),
-    lambda: [[i] for i in range(19_999)] and [[[i] for i in range(19_990)], [[i] for i in range(50)]]],
-    ids=["an array", "bytes", "a list", "a deque", "many lists"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda: numpy.zeros(2**20),
+        lambda: bytearray(2**21),
+        lambda: [0] * 30_000,
+        lambda: collections.deque([0] * 30_000),
+        lambda: (
+            [[i] for i in range(19_999)]
+            and [[[i] for i in range(19_990)], [[i] for i in range(50)]]
+        ),
+    ],
+    ids=["an array", "bytes", "a list", "a deque", "many lists"],
+)
 def test_what_is_too_large_to_compare_is_refused(held):
     graphed = graph(One(held=held()), warmup=0)
     with pytest.warns(PackgraphWarning, match="too many to be compared before every call"):
@@ -158,8 +199,11 @@ def test_what_is_too_large_to_compare_is_refused(held):
     assert graphed.stats.fallbacks[HIDDEN_STATE] == 5
 
 
-@pytest.mark.parametrize("held", [lambda: (0,) * 30_000, lambda: dict.fromkeys(range(30_000), 0), lambda: read_only()],
-                         ids=["a tuple", "a dict", "a read-only array"])
+@pytest.mark.parametrize(
+    "held",
+    [lambda: (0,) * 30_000, lambda: dict.fromkeys(range(30_000), 0), lambda: read_only()],
+    ids=["a tuple", "a dict", "a read-only array"],
+)
 def test_what_is_large_but_cannot_change_or_shows_it_is_fine(held):
     graphed = graph(One(held=held()), warmup=0, strict=True)
     run(graphed)
@@ -219,7 +263,9 @@ def test_assuming_after_the_refusal_helps_at_the_next_call():
 
 def test_what_is_assumed_constant_may_change_but_not_be_replaced():
     config = types.SimpleNamespace(scale=1.0, other=[1])
-    module = One(lambda m, x: m.linear(x) * m.config.scale, config=packgraph.assume_constant(config))
+    module = One(
+        lambda m, x: m.linear(x) * m.config.scale, config=packgraph.assume_constant(config)
+    )
     graphed = graph(module, warmup=0)
     run(graphed)
     config.scale = 2.0
@@ -265,12 +311,25 @@ def test_assuming_keeps_nothing_alive_where_it_need_not():
 
 
 def test_every_row_says_what_and_why_and_every_value_has_one():
-    assert all(row.what and row.kinds and row.reason and isinstance(row.treatment, Treatment) for row in WATCHED)
+    assert all(
+        row.what and row.kinds and row.reason and isinstance(row.treatment, Treatment)
+        for row in WATCHED
+    )
     assert len({row.what for row in WATCHED}) == len(WATCHED) and WATCHED[-1].kinds == (object,)
-    kinds = [(1, Treatment.VALUE), (nn.Linear(1, 1), Treatment.MODULE), (object(), Treatment.ATTRIBUTES),
-             (numpy.float64(1), Treatment.VALUE), (numpy.ones(1), Treatment.BYTES), (iter([]), Treatment.REFUSED),
-             (torch.Generator(), Treatment.IDENTITY), (len, Treatment.FUNCTION), (int, Treatment.CLASS),
-             (random, Treatment.NAMESPACE), (weakref.ref(RNG), Treatment.REFERENT), ({}, Treatment.CONTENTS),
-             (torch.ones(1), Treatment.TENSOR)]
+    kinds = [
+        (1, Treatment.VALUE),
+        (nn.Linear(1, 1), Treatment.MODULE),
+        (object(), Treatment.ATTRIBUTES),
+        (numpy.float64(1), Treatment.VALUE),
+        (numpy.ones(1), Treatment.BYTES),
+        (iter([]), Treatment.REFUSED),
+        (torch.Generator(), Treatment.IDENTITY),
+        (len, Treatment.FUNCTION),
+        (int, Treatment.CLASS),
+        (random, Treatment.NAMESPACE),
+        (weakref.ref(RNG), Treatment.REFERENT),
+        ({}, Treatment.CONTENTS),
+        (torch.ones(1), Treatment.TENSOR),
+    ]
     for value, treatment in kinds:
         assert row_of(value).treatment is treatment, value

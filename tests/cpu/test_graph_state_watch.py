@@ -1,4 +1,6 @@
-"""Python state that forward reads, of whatever kind: a change after the capture is seen before the next replay."""
+"""Python state that forward reads, of whatever kind: a change after the capture is seen before
+the next replay."""
+
 import pytest
 import torch
 import watchkit
@@ -13,8 +15,13 @@ from packgraph.graphs.graphed import graph
 
 @pytest.fixture(params=["versions", "identities"], autouse=True)
 def way(request, monkeypatch):
-    """Both ways to tell that nothing has changed: torch's own, and plain Python for where torch has other ones."""
-    for module, name in ((module_state, "USE_VERSIONS"), (tensor_state, "USE_GUARDS"), (tensor_state, "COUNT_HOOKS")):
+    """Both ways to tell that nothing has changed: torch's own, and plain Python for where torch
+    has other ones."""
+    for module, name in (
+        (module_state, "USE_VERSIONS"),
+        (tensor_state, "USE_GUARDS"),
+        (tensor_state, "COUNT_HOOKS"),
+    ):
         assert getattr(module, name), "torch's own ways are missing: the fast way is never taken"
         monkeypatch.setattr(module, name, request.param == "versions")
 
@@ -40,7 +47,9 @@ def steps(model, count, seed):
 
 
 def equal(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,11 +103,15 @@ def test_what_no_code_names_may_change():
 
 
 def test_the_message_says_where():
-    for case, words in {"a namespace": "'c.scale' changed", "a global": "the global '.*SCALE' changed",
-                        "a closure": "the closure variable 'scale' changed", "a long list": r"'c\[99\]' changed",
-                        "a class attribute": r"the class attribute 'Classy\.scale' changed",
-                        "an array in place": "the contents of 'c' changed",
-                        "a teacher in a list: its weights' storage": r"the storage of 'held\[0\]\.0\.weight'"}.items():
+    for case, words in {
+        "a namespace": "'c.scale' changed",
+        "a global": "the global '.*SCALE' changed",
+        "a closure": "the closure variable 'scale' changed",
+        "a long list": r"'c\[99\]' changed",
+        "a class attribute": r"the class attribute 'Classy\.scale' changed",
+        "an array in place": "the contents of 'c' changed",
+        "a teacher in a list: its weights' storage": r"the storage of 'held\[0\]\.0\.weight'",
+    }.items():
         make, change, _ = CASES[case]
         graphed = captured(make(), X)
         change(graphed.module)

@@ -1,10 +1,14 @@
 """Python state and random generators under CUDA graphs: what a rehearsal refuses, and what replays advance."""
+import types
+import warnings
+
 import pytest
 import torch
 from statekit import One
 from torch import nn
 
-from packgraph.graphs.errors import CaptureError
+from packgraph.graphs import module_state, tensor_state
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -101,3 +105,48 @@ def test_a_graphed_module_inside_another_runs_plainly_while_that_is_captured():
 def test_sparse_gradients_are_refused_in_words():
     with pytest.raises(CaptureError, match="sparse tensor"):
         graph(nn.Embedding(10, 4, sparse=True).cuda(), warmup=0, strict=True)(torch.tensor([1, 2], device="cuda"))
+
+
+STATE = {
+    "a namespace": (lambda: One(lambda m, x: m.linear(x) * m.c.scale, c=types.SimpleNamespace(scale=1.0)),
+                    lambda m: setattr(m.c, "scale", 2.0)),
+    "a teacher's storage": (lambda: with_teacher(),
+                            lambda m: setattr(m.held[0].weight, "data", torch.ones(4, 4, device="cuda"))),
+    "a teacher's number": (lambda: with_teacher(), lambda m: setattr(m.held[1], "p", 1.0)),
+}
+
+
+def with_teacher():
+    torch.manual_seed(4)
+    held = [nn.Linear(4, 4).cuda().requires_grad_(False), nn.Dropout(0.0)]
+    return One(lambda m, x: m.linear(x) + m.held[1](m.held[0](x)), held=held)
+
+
+@pytest.mark.parametrize("case", STATE)
+def test_a_change_of_what_forward_reads_is_seen(case):
+    make, change = STATE[case]
+    eager, module = make().cuda(), make().cuda()
+    graphed = graph(module, warmup=1)
+    for model in (eager, graphed):
+        for _ in range(3):
+            model(on_device()).sum().backward()
+    change(eager)
+    change(module)
+    for _ in range(3):
+        eager.zero_grad()
+        module.zero_grad()
+        x = torch.randn(3, 4, device="cuda")
+        one = eager(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackgraphWarning)
+            other = graphed(x)
+        one.sum().backward()
+        other.sum().backward()
+        assert torch.equal(one, other) and torch.equal(eager.linear.weight.grad, module.linear.weight.grad)
+    assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 5
+
+
+def test_the_check_works_by_torchs_own_means_on_a_device():
+    state = module_state.ModuleState(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda())
+    assert module_state.USE_VERSIONS and tensor_state.USE_GUARDS and tensor_state.COUNT_HOOKS
+    assert state._seal.holds() and state.changed() is None
