@@ -19,6 +19,7 @@ from packgraph.graphs.effects import HostEffects, ObservedProgram
 from packgraph.graphs.errors import CaptureError, raised_line
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
+from packgraph.graphs.host_calls import watch_also
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.slot import Slot
@@ -31,17 +32,19 @@ USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError,
 
 
 @contextlib.contextmanager
-def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | None = None) -> Iterator[Journal]:
+def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | None = None,
+           watched: bool = True) -> Iterator[Journal]:
     """Undo every effect on tensors, random generators and the module's Python state when the block ends.
 
-    effects: of the module, if somebody else tells it where eager code runs. Raises CaptureError, after undoing all,
+    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls of Python code are
+    looked at, which slows compilers down. Raises CaptureError, after undoing all,
     when the block has changed Python state that a replay would not change.
     """
     with one_capture():
-        yield from _undone(module, backend, effects or HostEffects(module))
+        yield from _undone(module, backend, effects or HostEffects(module), watched)
 
 
-def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects) -> Iterator[Journal]:
+def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects, watched: bool) -> Iterator[Journal]:
     journal = Journal()
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
@@ -54,7 +57,7 @@ def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects) -> 
     effects.begin(generators)
     journal.draws = effects.draws
     try:
-        with known_generators(generators), effects.draws.watching():
+        with known_generators(generators), effects.draws.watching() if watched else contextlib.nullcontext():
             yield journal
         effects.check()
     finally:
@@ -116,7 +119,7 @@ def compile_ahead(program: Program, backend: Backend, observed: Observed,
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         if program.compiler is not None:
             stack.enter_context(program.compiler.counting())
-        _once(program, backend, observed, args, kwargs, lambda work: work())
+        _once(program, backend, observed, args, kwargs, lambda work: work(), watched=False)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,14 +127,14 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _once(program: Program, backend: Backend, observed: Observed, args: tuple[Any, ...], kwargs: dict[str, Any],
-          how: Callable[[Callable[[], None]], None]) -> Rehearsal:
+          how: Callable[[Callable[[], None]], None], watched: bool = True) -> Rehearsal:
     """Have `how` run forward and backward, undone; what captured code has used from outside."""
     effects = HostEffects(program.module, program.volatile, program.assigned)
-    watched = ObservedProgram(program, effects)
-    with explained(), undone(program.module, backend, effects) as journal, \
+    shown = ObservedProgram(program, effects)
+    with explained(), undone(program.module, backend, effects, watched) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
         parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
-        how(lambda: found.append(_run_watched(watched, backend, observed, journal, parameters, args, kwargs)))
+        how(lambda: found.append(_run_watched(shown, backend, observed, journal, parameters, args, kwargs)))
         return found[0] if found else Rehearsal([], [])
 
 
@@ -142,9 +145,7 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if there:
-            stack.enter_context(compiled_stages())
-        if there and fixed:
-            stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+            stack.enter_context(compiled_stages(fixed))
         yield
 
 
@@ -176,6 +177,9 @@ def _run_watched(program: Program, backend: Backend, observed: Observed, journal
                 and leaves[number].requires_grad]
         wanted = [t for t in [*parameters, *inputs] if t.requires_grad]
         if ends and wanted:
+            if backend.device_type == "cuda":
+                for end in ends:
+                    end.register_hook(watch_also())
             with HostReadGuard(device), Watch(journal, refuse=True, device=device), \
                     torch.autocast(backend.device_type, enabled=False):
                 torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)

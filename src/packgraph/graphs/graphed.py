@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from packgraph.graphs import fallback, saved_tensors, shared_gradients
+from packgraph.graphs import fallback, saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
@@ -27,6 +27,7 @@ from packgraph.graphs.guard import capturing
 from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
+from packgraph.graphs.shared_gradients import share
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.steady import Steady
@@ -134,32 +135,29 @@ class GraphedModule(Wrapper):
         """
         with self._calls:
             if self._calls.shared and not self._slots.launches.shared:
-                self._share()
+                share(self._buffers_of_gradients, self._slots.launches)
             known = self._steady.recall(args, kwargs) if self._steady is not None else None
             reason = self._reason_for_eager(args, kwargs) if known is None else None
             if reason is not None:
                 return reason
-            claim = self._claim(known, args, kwargs)
-            if claim is None:
-                with self._calls.capture() as free:
-                    claim = self._claim(known, args, kwargs) if free else None
-            return fallback.BUSY if claim is None else claim
+            with self._lock:
+                call = self._look(args, kwargs) if known is None else known
+                found = call if isinstance(call, str) else self._take(call, args, kwargs)
+            if isinstance(call, str):
+                return call
+            if found is None:
+                with self._calls.capture() as free, self._lock:
+                    found = self._take(call, args, kwargs) if free else fallback.BUSY
+            assert found is not None, "who may capture does"
+            if known is None and self._steady is not None and isinstance(found, Claim):
+                self._steady.learn(args, kwargs, call)
+            return found
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
         """Within the block no other thread runs the module, for captures; gives False if they do not leave in time."""
         return self._calls.capture()
 
-    def _share(self) -> None:
-        """Several threads train with the module."""
-        self._slots.launches.shared = self._buffers_of_gradients.shared = True
-        shared_gradients.let_go(self._buffers_of_gradients.pairs(), self._slots.launches)
-
-    def _claim(self, known: Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
-        """As `claim`. None: a capture is due, which this thread may not make now."""
-        with self._lock:
-            return self._take(known, args, kwargs) if known is not None else self._look(args, kwargs)
-
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
@@ -170,12 +168,10 @@ class GraphedModule(Wrapper):
             return reason
         if call.key not in self._rehearsed and len(self._rehearsed) >= MAX_KEYS:
             return fallback.TOO_MANY_KEYS
-        claim = self._take(call, args, kwargs)
-        if self._steady is not None and isinstance(claim, Claim):
-            self._steady.learn(args, kwargs, call)
-        return claim
+        return call
 
     def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
+        """None: a capture is due, which this thread may not make now."""
         ticket = self._slots.acquire(call.key)
         if ticket is None:
             return fallback.NO_SLOT

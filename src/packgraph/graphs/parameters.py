@@ -56,8 +56,10 @@ class _Use:
     def __init__(self, thread: int | None) -> None:
         self.thread = thread
 
-    def check(self, gradient: torch.Tensor) -> None:
-        """The hook of an alias."""
+    def check(self, gradient: torch.Tensor | None) -> None:
+        """The hook of an alias. None: there is no gradient to lose."""
+        if gradient is None:
+            return
         if self.thread is None or (gradient.device.type == "cpu" and threading.get_ident() != self.thread):
             raise RuntimeError("a module was called in one thread while another thread captured graphs of it: the "
                                "gradient of its parameters is lost. Call what packgraph.graph returned, which waits, "
@@ -92,7 +94,10 @@ def are_leaves(module: torch.nn.Module) -> bool:
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether something outside wants to see this parameter's gradient when it arrives."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    hooks = parameter._backward_hooks or {}
+    if any(not isinstance(getattr(hook, "__self__", None), _Use) for hook in hooks.values()):
+        return True
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 class GradientBuffers:

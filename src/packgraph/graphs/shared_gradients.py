@@ -10,9 +10,15 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from packgraph.graphs.exclusive import Launches
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.parameters import GradientBuffers, local_tensor
 
 Owned = tuple[torch.nn.Parameter, torch.Tensor]
+
+
+def share(buffers: GradientBuffers, launches: Launches) -> None:
+    """From now on several threads train with the module that these belong to."""
+    launches.shared = buffers.shared = True
+    let_go(buffers.pairs(), launches)
 
 
 @torch.no_grad()
