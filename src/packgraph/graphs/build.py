@@ -8,6 +8,7 @@ aliased, writes are journalled and undone, random generators are put back.
 """
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,16 +93,18 @@ class VariantBuild:
     """One build. gradients: what is known of gradients of calls like this one. changed: whether facts about the module
     hold no longer that graphs bake.
 
-    program: what is run, watched; plain: the same, unwatched. lends: gradients of the call's inputs are handed out as
-    static memory. written: tensors from outside that captured forwards write to, as far as the window does not see that
-    itself. constants: those of the rehearsal.
+    calls: entered around eager runs of the module. program: what is run, watched; plain: the same, unwatched. lends:
+    gradients of the call's inputs are handed out as static memory. written: tensors from outside that captured forwards
+    write to, as far as the window does not see that itself. constants: those of the rehearsal.
     """
 
     def __init__(self, program: Program, plain: Program, slot: Slot, window: Window, aliases: Aliases,
-                 buffers: GradientBuffers, gradients: KeyGradients, changed: Callable[[], object], journal: Journal,
-                 lends: bool, written: Sequence[torch.Tensor], constants: Constants) -> None:
+                 buffers: GradientBuffers, gradients: KeyGradients, changed: Callable[[], object],
+                 calls: AbstractContextManager[object], journal: Journal, lends: bool,
+                 written: Sequence[torch.Tensor], constants: Constants) -> None:
         self.program, self.plain, self.slot, self.window, self.aliases = program, plain, slot, window, aliases
-        self.buffers, self.gradients, self.changed, self.journal = buffers, gradients, changed, journal
+        self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
+        self.journal = journal
         self.lends, self.written, self.constants = lends, written, constants
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
@@ -268,8 +271,8 @@ class VariantBuild:
         reads = first | self._originals({place: t for place, t in forward.uses.reads.items() if place[0] not in slot})
         writes = self._originals({place: t for place, t in forward.uses.writes.items() if place[0] not in slot})
         generators = self.slot.backend.generators() if forward.uses.draws else []
-        return Context(partial(self.plain.run, forward.run), self.changed, self.gradients, list(reads.values()),
-                       len(first), list(writes.values()), generators)
+        return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
+                       list(reads.values()), len(first), list(writes.values()), generators)
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Tensors by whose versions changes are seen: parameters in place of their aliases, which count alone."""

@@ -28,8 +28,10 @@ from packgraph.graphs.constants import Constants
 from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
 from packgraph.graphs.escapes import Observation, ObservingWatch
+from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
+from packgraph.graphs.host_calls import watch_also
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
@@ -45,13 +47,20 @@ USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError,
 
 
 @contextlib.contextmanager
-def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | None = None) -> Iterator[Journal]:
+def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | None = None,
+           watched: bool = True) -> Iterator[Journal]:
     """Undo every effect on tensors, random generators and the module's Python state when the block ends.
 
-    effects: of the module, if somebody else tells it where eager code runs. Raises CaptureError, after undoing all,
+    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls of Python code are
+    looked at, which slows compilers down. Raises CaptureError, after undoing all,
     when the block has changed Python state that a replay would not change.
     """
-    journal, effects = Journal(), effects or HostEffects(module)
+    with one_capture():
+        yield from _undone(module, backend, effects or HostEffects(module), watched)
+
+
+def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects, watched: bool) -> Iterator[Journal]:
+    journal = Journal()
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
     collecting = gc.isenabled()
@@ -63,7 +72,7 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
             journal.before_write(buffer)
     journal.draws = effects.draws
     try:
-        with known_generators(generators), effects.draws.watching():
+        with known_generators(generators), effects.draws.watching() if watched else contextlib.nullcontext():
             yield journal
         effects.check()
     finally:
@@ -87,13 +96,14 @@ class Rehearsal(NamedTuple):
 
 
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, gradients: KeyGradients,
-                    changed: Callable[[], object], lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any],
+                    changed: Callable[[], object], calls: contextlib.AbstractContextManager[object], lends: bool,
+                    args: tuple[Any, ...], kwargs: dict[str, Any],
                     rehearsal: Rehearsal, lifetimes: list[Lifetime] | None = None) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
     gradients: what is known of the gradients of such calls. changed: whether facts about the module hold no longer that
-    graphs bake. rehearsal: of the same call. lifetimes: of a trial, gets what is allocated in the slot's pools, which
-    are empty, oldest first. Raises CaptureError; nothing has changed then.
+    graphs bake. calls: entered around eager runs of the module. rehearsal: of the same call. lifetimes: of a trial, gets
+    what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has changed then.
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
@@ -101,7 +111,8 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         watched = ObservedProgram(program, effects)
         backend.lanes.memories.let_go()
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
-            build = VariantBuild(watched, program, slot, window, aliases, buffers, gradients, changed, journal, lends,
+            build = VariantBuild(watched, program, slot, window, aliases, buffers, gradients, changed, calls,
+                                 journal, lends,
                                  rehearsal.written, rehearsal.constants)
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
@@ -151,7 +162,8 @@ def compile_ahead(program: Program, backend: Backend, gradients: KeyGradients,
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         if program.compiler is not None:
             stack.enter_context(program.compiler.counting())
-        _once(program, backend, gradients, args, kwargs, lambda work: work(), Observation(Constants(), is_first=True))
+        _once(program, backend, gradients, args, kwargs, lambda work: work(), Observation(Constants(), is_first=True),
+              watched=False)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,14 +171,15 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _once(program: Program, backend: Backend, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any],
-          how: Callable[[Callable[[], None]], None], seen: Observation) -> Rehearsal:
-    """Have `how` run forward and backward, undone; what captured code has used from outside. seen: is told the rest."""
+          how: Callable[[Callable[[], None]], None], seen: Observation, watched: bool = True) -> Rehearsal:
+    """Have `how` run forward and backward, undone; what captured code has used from outside. seen: is told the rest.
+    watched: whether draws of random numbers on the host are looked for."""
     effects = HostEffects(program.module, program.volatile, program.assigned)
-    watched = ObservedProgram(program, effects)
-    with explained(), undone(program.module, backend, effects) as journal, \
+    shown = ObservedProgram(program, effects)
+    with explained(), undone(program.module, backend, effects, watched) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
         parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
-        run = _Run(watched, effects, backend, gradients, journal, parameters, seen)
+        run = _Run(shown, effects, backend, gradients, journal, parameters, seen)
         how(lambda: found.append(run(args, kwargs)))
         return found[0]
 
@@ -178,9 +191,7 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if there:
-            stack.enter_context(compiled_stages())
-        if there and fixed:
-            stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+            stack.enter_context(compiled_stages(fixed))
         yield
 
 
@@ -247,6 +258,9 @@ class _Run:
         # Hooks that eager stages have registered may do what they like: they run at every replay, too.
         watch = ObservingWatch(self.journal, self.device, self.seen, forward=False) if whole \
             else Watch(self.journal, refuse=True, device=self.device)
+        if self.device_type == "cuda":
+            for end in ends:
+                end.register_hook(watch_also())
         with self._unchanged() if whole else contextlib.nullcontext(), HostReadGuard(self.device), watch, \
                 torch.autocast(self.device_type, enabled=False):
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from packgraph.graphs.backend import Graph, Static
-from packgraph.graphs.gradients import GradientBuffer, attach, settle
+from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.slot import Ticket
 
 if TYPE_CHECKING:
@@ -46,11 +46,12 @@ class Direct:
     def forward(self, tensors: Sequence[torch.Tensor], ticket: Ticket) -> torch.Tensor:
         """Launch all forwards on the call's tensors; returns the output, static memory of the slot."""
         ticket.pending.add(0)
-        for number, buffer, address in self.copies:
-            if tensors[number].data_ptr() != address:
-                buffer.copy_(tensors[number].detach())
-        for graph in self.forwards:
-            graph.replay()
+        with ticket.slots.launches:
+            for number, buffer, address in self.copies:
+                if tensors[number].data_ptr() != address:
+                    buffer.copy_(tensors[number].detach())
+            for graph in self.forwards:
+                graph.replay()
         return self.out.tensor
 
     def backward(self, gradient: torch.Tensor | None, ticket: Ticket, steady: object) -> None:
@@ -58,18 +59,25 @@ class Direct:
 
         steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once per block.
         """
-        ticket.start_backward(0)
-        target = self.incoming.tensor
-        if gradient is None:
-            target.fill_(1)
-        elif gradient.data_ptr() != target.data_ptr():
-            target.copy_(gradient)
-        aside = [] if steady is not None and self.attached is steady else attach(self.owned)
-        for graph in self.backwards:
-            graph.replay()
-        settle(aside)
-        self.attached = None if aside else steady
-        ticket.finish_backward(0)
+        asked = self.owned if ticket.slots.launches.shared else []
+        with ticket.slots.launches as launches:
+            ticket.start_backward(0)
+            target = self.incoming.tensor
+            if gradient is None:
+                target.fill_(1)
+            elif gradient.data_ptr() != target.data_ptr():
+                target.copy_(gradient)
+            separate = SeparateGradients(asked)
+            known = launches.shared or (steady is not None and self.attached is steady)
+            aside = [] if known else attach(self.owned)
+            for graph in self.backwards:
+                graph.replay()
+            settle(aside)
+            found = separate.take()
+            self.attached = None if aside or launches.shared else steady
+            ticket.finish_backward(0)
+        if asked:
+            torch.autograd.backward([buffer.parameter for buffer in asked], found)
 
 
 def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: Sequence[int | None]) -> Direct | None:

@@ -61,6 +61,8 @@ TOO_MANY_KEYS = _reason("too many different call signatures", "pad inputs to a f
 # Not asked for: the loop around the call.
 NO_SLOT = _reason("no free slot", "run the backward of earlier calls first or drop their outputs, or let "
                   "graph(slots=...) be as many calls as wait for their backward at a time; slots=None follows the loop")
+BUSY = _reason("another thread is inside the module, which is to be captured", "let one thread call the module until "
+               "its graphs are captured, or keep calls short: a capture waits for other threads for some seconds")
 SAVED_TENSOR_HOOKS = _reason("saved-tensor hooks are active (checkpoint or offload around the module)",
                              "put the checkpoint inside the module, or leave it out: graphs keep activations in memory "
                              "of their own; packgraph.eager(...) around the call says that this is meant")

@@ -81,11 +81,16 @@ class GradientBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[int, GradientBuffer] = {}
+        self.shared = False  # several threads train: no buffer is `.grad` (shared_gradients.py)
+
+    def all(self) -> list[GradientBuffer]:
+        """The buffers."""
+        return list(self._buffers.values())
 
     def buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
         """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the first backward."""
         if id(parameter) not in self._buffers:
-            shown = parameter.grad
+            shown = None if self.shared else parameter.grad
             if shown is None:
                 shown = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
             self._buffers[id(parameter)] = GradientBuffer(parameter, shown)

@@ -21,6 +21,7 @@ from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, 
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, described, user_line, warn
+from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import capturing
@@ -31,6 +32,7 @@ from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.retries import Retries, is_out_of_memory
+from packgraph.graphs.shared_gradients import share
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.steady import Steady
@@ -122,7 +124,8 @@ class Control:
         self._fingerprint: ModuleState | None = None
         self._warm_calls_left = warmup
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of what is written down here; nobody runs the module with it
+        self._calls = Calls(self.device)
         self._rehearsed: dict[Hashable, Rehearsal] = {}
         self._failed: set[Hashable] = set()
         self._coded: set[Hashable] = set()
@@ -176,17 +179,31 @@ class Control:
 
         Of tensors only the metadata is looked at, unless a capture is due. The claim counts as a replay.
         """
-        known = self._steady.recall(args, kwargs) if self._steady is not None else None
-        if known is not None:
+        with self._calls:
+            if self._calls.shared and not self._slots.launches.shared:
+                share(self._buffers_of_gradients, self._slots.launches)
+            known = self._steady.recall(args, kwargs) if self._steady is not None else None
+            reason = self._reason_for_eager(args, kwargs) if known is None else None
+            if reason is not None:
+                return reason
             with self._lock:
-                return self._take(known, args, kwargs)
-        reason = self._reason_for_eager(args, kwargs)
-        if reason is not None:
-            return reason
-        with self._lock:
-            return self._claim(args, kwargs)
+                call = self._look(args, kwargs) if known is None else known
+                found = call if isinstance(call, str) else self._take(call, args, kwargs)
+            if isinstance(call, str):
+                return call
+            if found is None:
+                with self._calls.capture() as free, self._lock:
+                    found = self._take(call, args, kwargs) if free else fallback.BUSY
+            assert found is not None, "who may capture does"
+            if known is None and self._steady is not None and isinstance(found, Claim):
+                self._steady.learn(args, kwargs, call)
+            return found
 
-    def _claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        """Within the block no other thread runs the module, for captures; gives False if they do not leave in time."""
+        return self._calls.capture()
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
@@ -201,15 +218,16 @@ class Control:
             if len(self._rehearsed) >= MAX_KEYS:
                 return fallback.TOO_MANY_KEYS
             self._notices.new_key(self.module.forward, args, kwargs, self.device)
-        claim = self._take(call, args, kwargs)
-        if self._steady is not None and isinstance(claim, Claim):
-            self._steady.learn(args, kwargs, call)
-        return claim
+        return call
 
-    def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
+    def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
+        """None: a capture is due, which this thread may not make now."""
         ticket = self._slots.acquire(call.key)
         if ticket is None:
             return fallback.NO_SLOT
+        if not self._is_captured(call, ticket.slot) and not self._calls.may_capture():
+            ticket.release()
+            return None
         with contextlib.ExitStack() as on_error:
             on_error.callback(ticket.release)
             try:
@@ -220,7 +238,7 @@ class Control:
             on_error.pop_all()
         self.stats.replayed += 1
         self._notices.replays = True
-        return Claim(self._program, variant, ticket, self.lends, self.stats, self._steady)
+        return Claim(self._program, variant, ticket, self.lends, self.stats, self._calls, self._steady)
 
     def _give_up(self, call: Signature, error: CaptureError) -> str:
         """The reason to run a call eagerly whose capture has failed: for good, or until there is more memory. Other
@@ -298,7 +316,10 @@ class Control:
     def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
         failed: CaptureError | None = None
         try:
-            self._variant(call, slot, args, {})
+            with self._calls.capture() as free:
+                if not free:
+                    raise CaptureError(fallback.BUSY, user_line(), "build graphs before other threads call the module")
+                self._variant(call, slot, args, {})
         except CaptureError as error:
             failed = error
         failed = self.vote(call_name(self.module, args), failed)
@@ -355,8 +376,9 @@ class Control:
 
     def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly that could not be claimed, counted under `reason`."""
-        self.stats.fell_back(reason, lambda: detail(reason, self.module.forward, args, kwargs, self.device,
-                                                    self.capacities))
+        with self._calls, self._lock:
+            self.stats.fell_back(reason, lambda: detail(reason, self.module.forward, args, kwargs, self.device,
+                                                        self.capacities))
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
             call = signature(args, kwargs, self.device)
@@ -366,9 +388,10 @@ class Control:
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by the module itself."""
         if self._program.compiler is None or not self._has_code(args, kwargs):
-            return self.module(*args, **kwargs)
+            with self._calls:
+                return self.module(*args, **kwargs)
         # Within a whole step this may be the first call, which nothing has compiled ahead and counted.
-        with self._program.compiler.counting() if capturing() else contextlib.nullcontext():
+        with self._calls, self._program.compiler.counting() if capturing() else contextlib.nullcontext():
             return self._program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -384,6 +407,11 @@ class Control:
             if capturing():  # of a whole step: the module has aliases for parameters now, and nothing can be tried out
                 return True
             if self._check_fingerprint() is not None:
+                return False
+            if call.key in self._coded:
+                return True
+        with self._calls.capture() as free:
+            if not free:
                 return False
             try:
                 self._compile(call, args, kwargs)
@@ -429,6 +457,7 @@ class Control:
         self.stats.dropped("module changed", self._slots.clear())
         self._buffers_of_gradients = GradientBuffers()
         self._output_gradients.forget()
+        self._buffers_of_gradients.shared = self._slots.launches.shared
         self._rehearsed.clear()
         self._coded.clear()
 
@@ -442,23 +471,29 @@ class Control:
             raise RuntimeError(f"the module was moved from {self.device} to {tensor.device} after packgraph.graph "
                                "wrapped it: move it first, then wrap it")
 
+    def _is_captured(self, call: Signature, slot: Slot) -> bool:
+        """Whether the slot has graphs for this key, with a backward for all that is known of its gradients."""
+        variant = slot.variants.get(call.key)
+        return variant is not None and variant.version == self._output_gradients.of(call.key).version
+
     def _variant(self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
         gradients = self._output_gradients.of(call.key)
-        if call.key in slot.variants and slot.variants[call.key].version != gradients.version:
-            slot.variants.pop(call.key).reset()
-            self.stats.dropped(fallback.NEW_PATTERN, 1)
-        if call.key not in slot.variants:
+        if not self._is_captured(call, slot):
+            if call.key in slot.variants:
+                slot.variants.pop(call.key).reset()
+                self.stats.dropped(fallback.NEW_PATTERN, 1)
             started = time.perf_counter()
             if self._retries.is_due(call.key):
                 free_unused(self.device)
             self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
-            self._compile(call, args, kwargs)
-            if call.key not in self._rehearsed:
-                self._rehearsed[call.key] = rehearse(self._program, self._backend, gradients, args, kwargs)
-            changed = self._fingerprint.changed if self._fingerprint is not None else _nothing
-            variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, gradients,
-                                      changed, self.lends, args, kwargs, self._rehearsed[call.key])
+            with self._slots.launches.during_capture(self._backend.guard_device is None):
+                self._compile(call, args, kwargs)
+                if call.key not in self._rehearsed:
+                    self._rehearsed[call.key] = rehearse(self._program, self._backend, gradients, args, kwargs)
+                changed = self._fingerprint.changed if self._fingerprint is not None else _nothing
+                variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, gradients,
+                                          changed, self._calls, self.lends, args, kwargs, self._rehearsed[call.key])
             slot.variants[call.key] = variant
             self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
             self.stats.captured += len(variant.regions)

@@ -8,6 +8,7 @@ reads them, nothing of autograd in between. So what is looked at is a capture it
 
 It trains nothing, adds gradients to spare memory, and takes what graphs of the bucket take in one slot.
 """
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,7 +46,9 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
         raise CaptureError("an argument cannot be part of a key", user_line(),
                            f"pass tensors on {own.device}, packed batches and constants")
     lifetimes: list[Lifetime] = []
-    with as_in_training(own.module):
+    with as_in_training(own.module), own.alone() as free:
+        if not free:
+            raise CaptureError("another thread is inside the module", user_line(), "trace memory before it begins")
         reason = own._check_fingerprint()
         if reason is not None:
             raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
@@ -54,8 +57,8 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
         slot = Slot(0, backend, own.device, backend.new_pool())
         rehearsal = rehearse(program, backend, gradients, args, {})
         try:
-            capture_variant(program, backend, slot, SpareGradients(program.module), gradients, lambda: None, own.lends,
-                            args, {}, rehearsal, lifetimes).reset()
+            capture_variant(program, backend, slot, SpareGradients(program.module), gradients, lambda: None,
+                            contextlib.nullcontext(), own.lends, args, {}, rehearsal, lifetimes).reset()
             return MemoryTrace(tuple(lifetimes), slot.buffer_bytes())
         finally:
             rehearsal.read.clear()

@@ -7,6 +7,7 @@ touched; and gradients are accumulated as they are produced (`gradients.py`), so
 A DTensor has no memory of its own: what is baked, compared or zeroed is its local tensor.
 """
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,15 @@ class Aliases:
         self.memory: dict[int, list[tuple[int, int, torch.nn.Parameter]]] = {}
         self.parameter_of: dict[int, torch.nn.Parameter] = {}
         self.alias_of: dict[int, torch.nn.Parameter] = {}
+        self._use = _Use(threading.get_ident())
 
     def alias(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """The alias of `parameter`; tied parameters share one."""
         if id(parameter) not in self.alias_of:
             made = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             made.__dict__.update(parameter.__dict__)
+            if made.requires_grad:
+                made.register_hook(self._use.check)
             self.alias_of[id(parameter)] = made
             self.parameter_of[id(made)] = parameter
             local = local_tensor(parameter)
@@ -47,6 +51,27 @@ class Aliases:
             self.memory.setdefault(local.untyped_storage()._cdata, []).append(
                 (start, start + max(1, local.numel() * local.element_size()), parameter))
         return self.alias_of[id(parameter)]
+
+    def close(self) -> None:
+        """The build is over: no gradient may come to an alias."""
+        self._use.thread = None
+
+
+class _Use:
+    """Tells gradients of a build from those of another thread, which has called the module itself meanwhile and has
+    found aliases. (On CUDA backwards of all threads run in one, so there a build's end alone tells.)"""
+
+    def __init__(self, thread: int | None) -> None:
+        self.thread = thread
+
+    def check(self, gradient: torch.Tensor | None) -> None:
+        """The hook of an alias. None: there is no gradient to lose."""
+        if gradient is None:
+            return
+        if self.thread is None or (gradient.device.type == "cpu" and threading.get_ident() != self.thread):
+            raise RuntimeError("a module was called in one thread while another thread captured graphs of it: the "
+                               "gradient of its parameters is lost. Call what packgraph.graph returned, which waits, "
+                               "not the module inside, or begin threads when graphs are captured")
 
 
 @contextlib.contextmanager
@@ -62,6 +87,7 @@ def aliased_parameters(module: torch.nn.Module) -> Iterator[Aliases]:
                     owner._parameters[name] = aliases.alias(parameter)
         yield aliases
     finally:
+        aliases.close()
         for owner, name, parameter in replaced:
             owner._parameters[name] = parameter
 
@@ -76,7 +102,10 @@ def are_leaves(module: torch.nn.Module) -> bool:
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether something outside wants to see this parameter's gradient when it arrives."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    hooks = parameter._backward_hooks or {}
+    if any(not isinstance(getattr(hook, "__self__", None), _Use) for hook in hooks.values()):
+        return True
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 @dataclass(frozen=True)

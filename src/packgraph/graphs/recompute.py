@@ -33,7 +33,7 @@ def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None]
     _check(region, versions)
     leaves: dict[Token, torch.Tensor] = {}
     with _unwritten(region.context.writes), _as_they_were(region.context.generators, random_states):
-        with torch.enable_grad():
+        with torch.enable_grad(), region.context.calls:
             made = _outputs(region, region.context.run(_state(region, leaves)))
         if region.context.writes:
             _compare(region, made)

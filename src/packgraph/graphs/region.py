@@ -6,6 +6,7 @@ has produced are baked pointers: nothing is copied. Everything that comes from e
 first. Outputs are aliases of static memory; the caller clones those that leave for eager code.
 """
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,13 +106,15 @@ class Context:
     """What surrounds a captured region: what it reads and writes from outside, and how to run it without graphs.
 
     reads: tensors whose values it uses, those that backwards read first. read_later: how many of them those are.
-    writes: tensors that its forward writes to. generators: those whose numbers it draws. run: its stages, eagerly.
+    writes: tensors that its forward writes to. generators: those whose numbers it draws. run: its stages, eagerly,
+    within `calls`, since another thread may capture the module.
     changed: whether facts that the graphs have baked about the module hold no longer. gradients: what is known of the
     gradients that its outputs get.
     """
 
     run: Callable[[State], State]
     changed: Callable[[], object]
+    calls: AbstractContextManager[object]
     gradients: KeyGradients
     reads: list[torch.Tensor] = field(default_factory=list)
     read_later: int = 0

@@ -46,14 +46,15 @@ def stage_inputs(region: Region, state: State, homes: Homes) -> list[torch.Tenso
 
 def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) -> State:
     """Replay the forward graph and return the next state; its outputs alias static memory and are noted in `homes`."""
-    wanted = stage_inputs(region, state, homes)
-    if any(output.differentiable for output in region.outputs):
-        ticket.pending.add(region.number)
-        edge = region.parameters
-        made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, *wanted, *region.returned)
-    else:
-        replay_forward(region)
-        made = tuple(output.static.tensor.detach() for output in region.outputs)
+    edge = region.parameters
+    with ticket.slots.launches:
+        wanted = stage_inputs(region, state, homes)
+        if any(output.differentiable for output in region.outputs):
+            ticket.pending.add(region.number)
+            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, *wanted, *region.returned)
+        else:
+            replay_forward(region)
+            made = tuple(output.static.tensor.detach() for output in region.outputs)
     for number, tensor in enumerate(made):
         homes.note(tensor, (region.number, number), alias=True)
     return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
@@ -89,44 +90,47 @@ class _Replay(torch.autograd.Function):
             return (None,) * (4 + inputs + len(region.returned))
         _refuse_second_derivatives(region)
         _check_versions(region, ctx.versions)
-        ticket.start_backward(region.number)
+        with ticket.slots.launches:
+            ticket.start_backward(region.number)
         pattern = pattern_of(gradients)
         backward = region.backwards.get(pattern)
         with torch.no_grad():
             if backward is not None:
-                signal, results = _replay_backward(region, backward, gradients)
+                signal, results = _replay_backward(region, backward, gradients, ticket)
             else:
                 signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.random_states)
                 region.context.gradients.learn(region.number, list(region.backwards), pattern)
-        ticket.finish_backward(region.number)
+        with ticket.slots.launches:
+            ticket.finish_backward(region.number)
         return None, signal, None, None, *results
 
 
-def _replay_backward(region: Region, backward: Backward, gradients: Gradients) -> tuple[Any, list[Any]]:
+def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: Ticket
+                     ) -> tuple[Any, list[Any]]:
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned parameters."""
-    for number, static in backward.incoming.items():
-        given, target = gradients[number], static.tensor
-        assert given is not None
-        if given.data_ptr() != target.data_ptr():
-            copy_into(target, given)
-    whole = region.parameters.is_whole()
-    added = [buffer for buffer in backward.owned if whole and not has_hooks(buffer.parameter)]
-    signal = None
-    if len(added) == len(backward.owned):
-        aside = attach(added)
-        backward.graph.replay()
-    else:
-        kept = {id(buffer) for buffer in added}
-        asked = [buffer for buffer in backward.owned if id(buffer) not in kept]
+    # What is wanted by itself: of some tensors only, to be seen by a hook, or to be added beside other threads.
+    shared = ticket.slots.launches.shared or not region.parameters.is_whole()
+    asked = [buffer for buffer in backward.owned if shared or has_hooks(buffer.parameter)]
+    added = backward.owned
+    if asked:
+        apart = set(map(id, asked))
+        added = [buffer for buffer in backward.owned if id(buffer) not in apart]
+    with ticket.slots.launches:
+        for number, static in backward.incoming.items():
+            given, target = gradients[number], static.tensor
+            assert given is not None
+            if given.data_ptr() != target.data_ptr():
+                copy_into(target, given)
         separate, aside = SeparateGradients(asked), attach(added)
         backward.graph.replay()
-        signal = _delivered(region, asked, separate.take())
-    settle(aside)
-    results: list[Any] = []
-    for entry, gradient in zip(region.inputs, backward.gradients, strict=True):
-        if entry.differentiable:
-            results.append(None if gradient is None else gradient.tensor if entry.lend else gradient.tensor.clone())
-    return signal, results + [None if static is None else static.tensor.clone() for static in backward.returned]
+        settle(aside)
+        found = separate.take()
+        results: list[Any] = []
+        for entry, gradient in zip(region.inputs, backward.gradients, strict=True):
+            if entry.differentiable:
+                results.append(None if gradient is None else gradient.tensor if entry.lend else gradient.tensor.clone())
+        results += [None if static is None else static.tensor.clone() for static in backward.returned]
+    return _delivered(region, asked, found) if asked else None, results
 
 
 def _delivered(region: Region, buffers: Sequence[GradientBuffer], gradients: Sequence[torch.Tensor]) -> Any:

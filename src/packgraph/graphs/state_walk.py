@@ -56,10 +56,12 @@ from packgraph.graphs.tensor_state import OF_TORCH, TensorState
 from packgraph.graphs.wrapper import Wrapper, wrapped
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
-SUBMODULE: Mark = (
-    0,
-    "",
-)  # entries in tables of submodules: no attribute that an eager stage may assign
+SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
+_CALLED = frozenset({"forward", "backward", "begin", "stages", "end"})  # by torch and by whoever runs stages
+_NOT_IN_CALLS = frozenset({"__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
+                           "__setstate__", "__init_subclass__", "__class_getitem__", "__copy__", "__deepcopy__",
+                           "__setattr__", "__delattr__", "__dir__", "__sizeof__"})
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
 _GLOBAL, _VARIABLE, _CLASS = "the global ", "the closure variable ", "the class attribute "
 
 
