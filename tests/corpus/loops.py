@@ -1,14 +1,16 @@
 """The loops that every entry is run in, the same for eager and for graphs."""
+import os
 import random
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from corpus.entry import Draw, Entry, Keywords, loss_of, scalar, trained
+from corpus.entry import ENTRIES, Draw, Entry, Keywords, loss_of, scalar, trained
 from corpus.facts import BROKEN, Run, Verdict, first_difference, judge, note, note_grads, note_state
 from torch import Tensor
 
@@ -32,6 +34,23 @@ def check(entry: Entry, loop: str, device: str = "cpu") -> Verdict:
     again = run(entry, loop, device, graphs=False)
     found = first_difference(eager.trace, again.trace)
     return verdict if found is None else Verdict(BROKEN, f"two eager runs differ: {found[0]}")
+
+
+def chosen(number: int) -> Entry:
+    """The entry of that number, with the loops that a plain run of the tests has time for.
+
+    Every third entry runs in all of its loops, the others in one each. All run where PACKGRAPH_CORPUS names entries
+    (a part of their names, or an empty string for all).
+    """
+    entry = list(ENTRIES.values())[number]
+    if "PACKGRAPH_CORPUS" in os.environ or number % 3 == 0:
+        return entry
+    return replace(entry, loops=[entry.loops[number % len(entry.loops)]])
+
+
+def numbers() -> list[int]:
+    """Of the entries that the environment chooses."""
+    return [number for number, name in enumerate(ENTRIES) if os.environ.get("PACKGRAPH_CORPUS", "") in name]
 
 
 def failures(entry: Entry, device: str = "cpu") -> list[str]:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
-from corpus.entry import INPUT_TWICE, Keywords, Own, add, one, one_grad
+from corpus.entry import INPUT_TWICE, WEIGHT_TWICE, Keywords, Own, add, one, one_grad
 from torch.nn import functional
 
 GROUP = "arguments"
@@ -240,6 +240,7 @@ case(
     lambda m, x, w: functional.linear(m.linear(x), w),
     one,
     call=lambda m, a: m(a[0], m.linear.weight),
+    documented=WEIGHT_TWICE,
 )
 case(
     "buffer as an input",

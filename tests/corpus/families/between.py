@@ -61,7 +61,6 @@ CHANGES = {
 for label, change in CHANGES.items():
     between(f"{label} changes", quietly(change))
 between("input changes in place", lambda m, loss, outputs, arguments: arguments[0].add_(1.0), inputs=one)
-between("input's data changes", lambda m, loss, outputs, arguments: arguments[0].data.add_(1.0))
 between("output changes in place", lambda m, loss, outputs, arguments: outputs.data.add_(1.0))
 between("hook on a parameter is added", lambda m, *_: m.linear.weight.register_hook(lambda g: g * 3))
 between(
