@@ -17,7 +17,7 @@ from corpus.facts import Verdict
 from corpus.loops import check
 from torch import Tensor, nn
 
-STEPS, MOST_VALUES = 5, 7
+STEPS, MOST_VALUES = 4, 7
 
 # {a} and {b} are values made before, {n} is a small number.
 PURE = [
@@ -283,8 +283,8 @@ def _mutation(luck: random.Random, read: str) -> str:
 
 def _loop(luck: random.Random, read: str) -> list[str]:
     """Some plain steps, so that there is something to replay, and then what users do."""
-    quiet = luck.choice([0, 2, 2, 3])
-    most, shapes = luck.choice([1, 1, 1, 2, 3]), luck.choice([[3], [3], [3], [3], [2, 4]])
+    quiet = luck.choice([0, 1, 2, 2])
+    most, shapes = luck.choice([1, 1, 1, 2]), luck.choice([[3], [3], [3], [3], [2, 4]])
     grad = luck.choice([False, True])
     usual = luck.choice(BACKWARD[:9])
     lines = []
