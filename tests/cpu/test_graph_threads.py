@@ -3,6 +3,7 @@ import contextlib
 import random
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from graphkit import differences, make_toy, toy_inputs, toy_loss
 from statekit import One, Staged, X, captured, quietly
 from torch import nn
 
+from packgraph.graphs import exclusive
 from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import BUSY
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.graphed import graph
 
@@ -284,6 +287,8 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
 
     def forward(module, x):
         seen.append((threading.current_thread().name, id(module.linear.weight)))
+        time.sleep(1e-4)  # let the other thread in
+        seen.append((threading.current_thread().name, id(module.linear.weight)))
         return module.linear(x)
 
     module = One(forward)
@@ -303,3 +308,117 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
     assert not (errors := together(evaluate, capture)), errors
     assert {weight for name, weight in seen if name == "evaluating"} == {real}
     assert graphed.stats.captured == 19 and any(weight != real for name, weight in seen if name == "capturing")
+
+
+@pytest.mark.parametrize("when", ["during the capture", "after"])
+def test_a_thread_that_calls_the_module_inside_beside_a_capture_is_told(when):
+    """Nobody can wait for it, so its gradients must not be lost in silence."""
+    errors, losses = [], []
+
+    def other():
+        losses.append(module.linear(X).sum())
+        if when == "during the capture":
+            backward()
+
+    def backward():
+        with pytest.raises(RuntimeError, match="another thread captured graphs of it") as caught:
+            losses[0].backward()
+        errors.append(caught.value)
+
+    def forward(module, x):
+        if id(module.linear.weight) != real and not losses:  # the capture's
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return module.linear(x)
+
+    module = One(forward)
+    real = id(module.linear.weight)
+    graph(module, warmup=0, strict=True)(X).sum().backward()
+    if when == "after":
+        backward()
+    assert len(errors) == 1
+
+
+def test_a_capture_that_others_do_not_make_room_for_is_put_off(monkeypatch):
+    monkeypatch.setattr(exclusive, "LONGEST_WAIT_S", 0.05)
+    entered, leave = threading.Event(), threading.Event()
+
+    def forward(module, x):
+        if threading.current_thread() is thread:
+            entered.set()
+            leave.wait(60)
+        return module.linear(x)
+
+    graphed = graph(One(forward), warmup=0, strict=True)
+    thread = threading.Thread(target=lambda: torch.no_grad()(graphed)(X))
+    thread.start()
+    assert entered.wait(60)
+    eager = graphed.module.linear(X)
+    assert torch.equal(graphed(X), eager) and graphed.stats.fallbacks[BUSY] == 1 and not graphed.stats.captured
+    leave.set()
+    thread.join()
+    assert torch.equal(graphed(X), eager) and graphed.stats.captured == 1
+
+
+# ---- the capturing thread's own calls
+
+
+def swallows(module, x):
+    with contextlib.suppress(CaptureError):
+        torch.manual_seed(3)
+    return module.linear(x)
+
+
+def test_an_error_that_the_module_swallows_is_raised_all_the_same():
+    with pytest.raises(CaptureError, match="seeds a random generator"):
+        graph(One(swallows), warmup=0, strict=True)(X)
+
+
+def test_a_profiler_goes_on_after_a_capture():
+    seen = []
+
+    def look(frame, event, argument):
+        seen.append(frame.f_code.co_name)
+
+    sys.setprofile(look)
+    try:
+        captured(One(lambda m, x: m.linear(x)), X)
+        assert sys.getprofile() is look and "capture_variant" in seen
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_profiler_that_begins_in_captured_code_is_refused():
+    def forward(module, x):
+        sys.setprofile(None)
+        return module.linear(x)
+
+    with pytest.raises(CaptureError, match="profiler"):
+        graph(One(forward), warmup=0, strict=True)(X)
+
+
+@pytest.mark.parametrize("move", [lambda s: torch.random.set_rng_state(s), lambda s: torch.set_rng_state(s)])
+def test_the_default_generator_is_moved_at_replays_too(move):
+    def forward(module, x):
+        state = torch.get_rng_state()
+        first = torch.rand(4)
+        move(state)
+        return module.linear(x) * (torch.rand(4) - first + 1)
+
+    eager, graphed = One(forward), graph(One(forward), warmup=0, strict=True)
+    states, outputs = [], []
+    for model in (eager, graphed):
+        torch.manual_seed(4)
+        outputs.append([model(X) for _ in range(3)])
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states) and all(map(torch.equal, *outputs)) and graphed.stats.replayed == 3
+
+
+def test_a_generator_moved_in_another_way_is_refused():
+    def forward(module, x):
+        torch.default_generator.set_state(torch.default_generator.get_state())
+        return module.linear(x)
+
+    with pytest.raises(CaptureError, match=r"Generator\.get_state\(\)"):
+        graph(One(forward), warmup=0, strict=True)(X)

@@ -16,11 +16,19 @@ from packgraph.graphs import saved_tensors
 from packgraph.graphs.autograd_calls import only_forward
 from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Backend
-from packgraph.graphs.build import Variant, VariantBuild, check_outputs, detached_state, numbers_of_tensors, refuse_changed_inputs
+from packgraph.graphs.build import (
+    Variant,
+    VariantBuild,
+    check_outputs,
+    detached_state,
+    numbers_of_tensors,
+    refuse_changed_inputs,
+)
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
 from packgraph.graphs.escapes import Observation, ObservingWatch
+from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
@@ -42,7 +50,12 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
     effects: of the module, if somebody else tells it where eager code runs. Raises CaptureError, after undoing all,
     when the block has changed Python state that a replay would not change.
     """
-    journal, effects = Journal(), effects or HostEffects(module)
+    with one_capture():
+        yield from _undone(module, backend, effects or HostEffects(module))
+
+
+def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects) -> Iterator[Journal]:
+    journal = Journal()
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
     collecting = gc.isenabled()

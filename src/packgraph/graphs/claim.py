@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from packgraph.graphs import fallback
 from packgraph.graphs.build import Owned, Variant
+from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.program import Program
 from packgraph.graphs.region import Homes, accepts, replay_region
@@ -25,9 +26,11 @@ class Claim:
     lends: outputs are aliases of static memory, valid until the slot is released, instead of clones.
     """
 
-    def __init__(self, program: Program, variant: Variant, ticket: Ticket, lends: bool, stats: Stats,
+    def __init__(self, program: Program, variant: Variant, ticket: Ticket, lends: bool, stats: Stats, calls: Calls,
                  steady: object = None) -> None:
-        """steady: stands for a block of time in which nothing about the module but values changes; None = no such."""
+        """calls: of the module. steady: stands for a block of time in which nothing about the module but values
+        changes; None = no such."""
+        self.calls = calls
         self.program, self.variant, self.ticket, self.lends, self.stats = program, variant, ticket, lends, stats
         self.steady = steady
 
@@ -51,9 +54,10 @@ class Claim:
         assert self.variant.direct is not None
         launched = False
         try:
-            if self.program.staged:
-                self.program.begin(args, kwargs)
-            out = self.variant.direct.forward(call_tensors(args, kwargs), self.ticket)
+            with self.calls:
+                if self.program.staged:
+                    self.program.begin(args, kwargs)
+                out = self.variant.direct.forward(call_tensors(args, kwargs), self.ticket)
             launched = True
         finally:
             if not launched:
@@ -91,7 +95,8 @@ class Claim:
         """Replay the call's forward; its backward follows by autograd."""
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.ticket.release)
-            result = self._run(args, kwargs)
+            with self.calls:
+                result = self._run(args, kwargs)
             on_error.pop_all()
         return result
 
@@ -110,7 +115,10 @@ class Claim:
                 state = replay_region(region, state, self.ticket, homes)
             was_eager = region is None
         result = self.program.end(state)
-        return result if self.lends else tree_map(lambda leaf: _left(leaf, homes), result)
+        if self.lends:
+            return result
+        with self.ticket.slots.launches:
+            return tree_map(lambda leaf: _left(leaf, homes), result)
 
 
 def _left(leaf: Any, homes: Homes) -> Any:

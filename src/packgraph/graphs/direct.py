@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from packgraph.graphs import shared_gradients
 from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.parameters import GradientBuffers
 from packgraph.graphs.slot import Ticket
@@ -46,11 +47,12 @@ class Direct:
     def forward(self, tensors: Sequence[torch.Tensor], ticket: Ticket) -> torch.Tensor:
         """Launch all forwards on the call's tensors; returns the output, static memory of the slot."""
         ticket.pending.add(0)
-        for number, buffer, address in self.copies:
-            if tensors[number].data_ptr() != address:
-                buffer.copy_(tensors[number].detach())
-        for graph in self.forwards:
-            graph.replay()
+        with ticket.slots.launches:
+            for number, buffer, address in self.copies:
+                if tensors[number].data_ptr() != address:
+                    buffer.copy_(tensors[number].detach())
+            for graph in self.forwards:
+                graph.replay()
         return self.out.tensor
 
     def backward(self, gradient: torch.Tensor | None, ticket: Ticket, steady: object) -> None:
@@ -58,18 +60,23 @@ class Direct:
 
         steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once per block.
         """
-        ticket.start_backward(0)
-        target = self.incoming.tensor
-        if gradient is None:
-            target.fill_(1)
-        elif gradient.data_ptr() != target.data_ptr():
-            target.copy_(gradient)
-        kept = [] if steady is not None and self.attached is steady else GradientBuffers.attach(self.owned)
-        for graph in self.backwards:
-            graph.replay()
-        GradientBuffers.give_back(kept)
-        self.attached = None if kept else steady
-        ticket.finish_backward(0)
+        with ticket.slots.launches as launches:
+            ticket.start_backward(0)
+            target = self.incoming.tensor
+            if gradient is None:
+                target.fill_(1)
+            elif gradient.data_ptr() != target.data_ptr():
+                target.copy_(gradient)
+            apart = shared_gradients.begin(self.owned) if launches.shared else []
+            known = launches.shared or (steady is not None and self.attached is steady)
+            kept = [] if known else GradientBuffers.attach(self.owned)
+            for graph in self.backwards:
+                graph.replay()
+            GradientBuffers.give_back(kept)
+            sums = shared_gradients.taken(apart)
+            self.attached = None if kept or launches.shared else steady
+            ticket.finish_backward(0)
+        shared_gradients.add(apart, sums)
 
 
 def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: Sequence[int | None]) -> Direct | None:

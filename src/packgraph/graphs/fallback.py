@@ -23,6 +23,7 @@ NOT_LEAVES = "parameters are not leaf parameters"
 OTHER_STATE = "an eager stage made another state than at capture (one region)"
 SAVED_TENSOR_HOOKS = "saved-tensor hooks are active (checkpoint or offload around the module)"
 HIDDEN_STATE = "the module holds state that cannot be watched"
+BUSY = "another thread is inside the module, which is to be captured"
 NO_KEY = "an argument cannot be part of a key"
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from packgraph.graphs import fallback, saved_tensors
+from packgraph.graphs import fallback, saved_tensors, shared_gradients
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
+from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.module_state import Change, ModuleState
@@ -90,7 +91,8 @@ class GraphedModule(Wrapper):
         self._fingerprint: ModuleState | None = None
         self._warm_calls_left = warmup
         self._observed: dict[int, set[int]] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of what is written down here; nobody runs the module with it
+        self._calls = Calls(self.device)
         self._rehearsed: dict[Hashable, Rehearsal] = {}
         self._failed: set[Hashable] = set()
         self._coded: set[Hashable] = set()
@@ -130,17 +132,34 @@ class GraphedModule(Wrapper):
 
         Of tensors only the metadata is looked at, unless a capture is due. The claim counts as a replay.
         """
-        known = self._steady.recall(args, kwargs) if self._steady is not None else None
-        if known is not None:
-            with self._lock:
-                return self._take(known, args, kwargs)
-        reason = self._reason_for_eager(args, kwargs)
-        if reason is not None:
-            return reason
-        with self._lock:
-            return self._claim(args, kwargs)
+        with self._calls:
+            if self._calls.shared and not self._slots.launches.shared:
+                self._share()
+            known = self._steady.recall(args, kwargs) if self._steady is not None else None
+            reason = self._reason_for_eager(args, kwargs) if known is None else None
+            if reason is not None:
+                return reason
+            claim = self._claim(known, args, kwargs)
+            if claim is None:
+                with self._calls.capture() as free:
+                    claim = self._claim(known, args, kwargs) if free else None
+            return fallback.BUSY if claim is None else claim
 
-    def _claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        """Within the block no other thread runs the module, for captures; gives False if they do not leave in time."""
+        return self._calls.capture()
+
+    def _share(self) -> None:
+        """Several threads train with the module."""
+        self._slots.launches.shared = self._buffers_of_gradients.shared = True
+        shared_gradients.let_go(self._buffers_of_gradients.pairs(), self._slots.launches)
+
+    def _claim(self, known: Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
+        """As `claim`. None: a capture is due, which this thread may not make now."""
+        with self._lock:
+            return self._take(known, args, kwargs) if known is not None else self._look(args, kwargs)
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
@@ -156,10 +175,13 @@ class GraphedModule(Wrapper):
             self._steady.learn(args, kwargs, call)
         return claim
 
-    def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
+    def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
         ticket = self._slots.acquire(call.key)
         if ticket is None:
             return fallback.NO_SLOT
+        if call.key not in ticket.slot.variants and not self._calls.may_capture():
+            ticket.release()
+            return None
         with contextlib.ExitStack() as on_error:
             on_error.callback(ticket.release)
             try:
@@ -171,7 +193,7 @@ class GraphedModule(Wrapper):
                 return fallback.CAPTURE_FAILED
             on_error.pop_all()
         self.stats.replayed += 1
-        return Claim(self._program, variant, ticket, self.lends, self.stats, self._steady)
+        return Claim(self._program, variant, ticket, self.lends, self.stats, self._calls, self._steady)
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
@@ -238,7 +260,10 @@ class GraphedModule(Wrapper):
     def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
         failed: CaptureError | None = None
         try:
-            self._variant(call, slot, args, {})
+            with self._calls.capture() as free:
+                if not free:
+                    raise CaptureError(fallback.BUSY, user_line(), "build graphs before other threads call the module")
+                self._variant(call, slot, args, {})
         except CaptureError as error:
             failed = error
         failed = self.vote(call_name(self.module, args), failed)
@@ -285,7 +310,8 @@ class GraphedModule(Wrapper):
 
     def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly that could not be claimed, counted under `reason`."""
-        self.stats.fallbacks[reason] += 1
+        with self._calls, self._lock:
+            self.stats.fallbacks[reason] += 1
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
             leaves = tree_flatten(result)[0]
@@ -301,9 +327,10 @@ class GraphedModule(Wrapper):
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by the module itself."""
         if self._program.compiler is None or not self._has_code(args, kwargs):
-            return self.module(*args, **kwargs)
+            with self._calls:
+                return self.module(*args, **kwargs)
         # Within a whole step this may be the first call, which nothing has compiled ahead and counted.
-        with self._program.compiler.counting() if capturing() else contextlib.nullcontext():
+        with self._calls, self._program.compiler.counting() if capturing() else contextlib.nullcontext():
             return self._program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -318,6 +345,11 @@ class GraphedModule(Wrapper):
             if capturing():  # of a whole step: the module has aliases for parameters now, and nothing can be tried out
                 return True
             if self._check_fingerprint() is not None:
+                return False
+            if call.key in self._coded:
+                return True
+        with self._calls.capture() as free:
+            if not free:
                 return False
             try:
                 self._compile(call, args, kwargs)
@@ -364,6 +396,7 @@ class GraphedModule(Wrapper):
             self._failed.clear()
         self.stats.dropped("module changed", self._slots.clear())
         self._buffers_of_gradients = GradientBuffers()
+        self._buffers_of_gradients.shared = self._slots.launches.shared
         self._rehearsed.clear()
         self._coded.clear()
 
@@ -382,11 +415,12 @@ class GraphedModule(Wrapper):
         if call.key not in slot.variants:
             started = time.perf_counter()
             self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
-            self._compile(call, args, kwargs)
-            if call.key not in self._rehearsed:
-                self._rehearsed[call.key] = rehearse(self._program, self._backend, self._observed, args, kwargs)
-            variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, self._observed,
-                                      self.lends, args, kwargs, self._rehearsed[call.key])
+            with self._slots.launches.during_capture(self._backend.guard_device is None):
+                self._compile(call, args, kwargs)
+                if call.key not in self._rehearsed:
+                    self._rehearsed[call.key] = rehearse(self._program, self._backend, self._observed, args, kwargs)
+                variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients,
+                                          self._observed, self.lends, args, kwargs, self._rehearsed[call.key])
             slot.variants[call.key] = variant
             self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
             self.stats.captured += len(variant.regions)

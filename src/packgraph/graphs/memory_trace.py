@@ -43,7 +43,9 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
         raise CaptureError("an argument cannot be part of a key", user_line(),
                            f"pass tensors on {graphed.device}, packed batches and constants")
     lifetimes: list[Lifetime] = []
-    with as_in_training(graphed.module):
+    with as_in_training(graphed.module), graphed.alone() as free:
+        if not free:
+            raise CaptureError("another thread is inside the module", user_line(), "trace memory before it begins")
         reason = graphed._check_fingerprint()
         if reason is not None:
             raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")

@@ -7,6 +7,7 @@ touched; and gradients are accumulated as they are produced, so no second copy o
 A DTensor has no memory of its own: what is baked, compared or zeroed is its local tensor.
 """
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +31,37 @@ class Aliases:
     def __init__(self) -> None:
         self.parameter_of: dict[int, torch.nn.Parameter] = {}
         self.alias_of: dict[int, torch.nn.Parameter] = {}
+        self._use = _Use(threading.get_ident())
 
     def alias(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         """The alias of `parameter`; tied parameters share one."""
         if id(parameter) not in self.alias_of:
             made = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             made.__dict__.update(parameter.__dict__)
+            if made.requires_grad:
+                made.register_hook(self._use.check)
             self.alias_of[id(parameter)] = made
             self.parameter_of[id(made)] = parameter
         return self.alias_of[id(parameter)]
+
+    def close(self) -> None:
+        """The build is over: no gradient may come to an alias."""
+        self._use.thread = None
+
+
+class _Use:
+    """Tells gradients of a build from those of another thread, which has called the module itself meanwhile and has
+    found aliases. (On CUDA backwards of all threads run in one, so there a build's end alone tells.)"""
+
+    def __init__(self, thread: int | None) -> None:
+        self.thread = thread
+
+    def check(self, gradient: torch.Tensor) -> None:
+        """The hook of an alias."""
+        if self.thread is None or (gradient.device.type == "cpu" and threading.get_ident() != self.thread):
+            raise RuntimeError("a module was called in one thread while another thread captured graphs of it: the "
+                               "gradient of its parameters is lost. Call what packgraph.graph returned, which waits, "
+                               "not the module inside, or begin threads when graphs are captured")
 
 
 @contextlib.contextmanager
@@ -54,6 +77,7 @@ def aliased_parameters(module: torch.nn.Module) -> Iterator[Aliases]:
                     owner._parameters[name] = aliases.alias(parameter)
         yield aliases
     finally:
+        aliases.close()
         for owner, name, parameter in replaced:
             owner._parameters[name] = parameter
 
@@ -76,11 +100,16 @@ class GradientBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+        self.shared = False  # several threads train: buffers are never `.grad` itself (graphs/shared_gradients.py)
+
+    def pairs(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """The parameters and their buffers."""
+        return list(self._buffers.values())
 
     def buffer(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the first backward."""
         if id(parameter) not in self._buffers:
-            grad = parameter.grad
+            grad = None if self.shared else parameter.grad
             made = grad if grad is not None else torch.zeros_like(parameter, memory_format=torch.preserve_format)
             self._buffers[id(parameter)] = (parameter, made.detach() if grad is None else made)
         return self._buffers[id(parameter)][1]

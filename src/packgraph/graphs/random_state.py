@@ -196,9 +196,10 @@ class Draws(Watcher):
         """A function of one of Python's generators is called."""
         if function.__self__ is not _PYTHON or not self._is_asked_for(frame):
             return
-        if self._captured:
+        if not self._captured:
+            self._python.note() if done else self._python.look()
+        elif function.__name__ != "setstate":  # torch.compile puts the state back, which moves nothing
             raise _frozen("random", user_line(frame))
-        self._python.note() if done else self._python.look()
 
     def _torch_generator(self, frame: FrameType, function: Any, done: bool) -> None:
         """A generator of torch's is seeded, or gets another state."""

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from packgraph.graphs import shared_gradients
 from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.entries import Made, Passed, make_entry
 from packgraph.graphs.parameters import GradientBuffers
@@ -166,15 +167,16 @@ def stage_inputs(region: Region, state: State, homes: Homes) -> list[torch.Tenso
 
 def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) -> State:
     """Replay the forward graph and return the next state; its outputs alias static memory and are noted in `homes`."""
-    wanted = stage_inputs(region, state, homes)
-    if any(output.differentiable for output in region.outputs):
-        if region.backward is not None:
-            ticket.pending.add(region.number)
-        parameters = [parameter for parameter, _ in region.returned]
-        made = _Replay.apply(region.anchor, region, ticket, *wanted, *parameters)
-    else:
-        region.forward.replay()
-        made = tuple(output.static.tensor.detach() for output in region.outputs)
+    with ticket.slots.launches:
+        wanted = stage_inputs(region, state, homes)
+        if any(output.differentiable for output in region.outputs):
+            if region.backward is not None:
+                ticket.pending.add(region.number)
+            parameters = [parameter for parameter, _ in region.returned]
+            made = _Replay.apply(region.anchor, region, ticket, *wanted, *parameters)
+        else:
+            region.forward.replay()
+            made = tuple(output.static.tensor.detach() for output in region.outputs)
     for number, tensor in enumerate(made):
         homes.note(tensor, (region.number, number), alias=True)
     return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
@@ -209,14 +211,18 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(f"a parameter of {region.name} was changed in place between forward and backward: the "
                                "backward graph would use its new value. Step the optimizer after the last backward")
         _check_gradients(region, gradients)
-        ticket.start_backward(region.number)
-        _stage_gradients(region, gradients)
-        kept = GradientBuffers.attach(region.owned)
-        region.backward.replay()
-        GradientBuffers.give_back(kept)
-        results = [_handed_out(entry) for entry in entries]
-        results += [static.tensor.clone() for _, static in region.returned]
-        ticket.finish_backward(region.number)
+        with ticket.slots.launches as launches:
+            ticket.start_backward(region.number)
+            _stage_gradients(region, gradients)
+            apart = shared_gradients.begin(region.owned) if launches.shared else []
+            kept = [] if launches.shared else GradientBuffers.attach(region.owned)
+            region.backward.replay()
+            GradientBuffers.give_back(kept)
+            sums = shared_gradients.taken(apart)
+            results = [_handed_out(entry) for entry in entries]
+            results += [static.tensor.clone() for _, static in region.returned]
+            ticket.finish_backward(region.number)
+        shared_gradients.add(apart, sums)
         return None, None, None, *results
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs.backend import Backend, Pool
+from packgraph.graphs.exclusive import Launches
 from packgraph.graphs.strides import contiguous_strides, own_strides
 
 
@@ -105,6 +106,7 @@ class Slots:
 
     def __init__(self, backend: Backend, device: torch.device, limit: int | None) -> None:
         self.backend, self.device, self.limit = backend, device, limit
+        self.launches = Launches(device)
         self.shared: Pool | None = None if limit == 1 else backend.new_pool()
         self.all: list[Slot] = []
         self._free: list[Slot] = []
@@ -133,11 +135,11 @@ class Slots:
     def clear(self) -> int:
         """Free all slots; those in flight when their microbatch is done. How many variants are gone."""
         dropped = sum(len(slot.variants) for slot in self.all)
-        for slot in self._free:
-            slot.clear()
-        for slot in self.all:
+        for slot in self.all:  # first: another thread may give one back now
             slot.retired = True
-        self.all, self._free = [], []
+        free, self.all, self._free = self._free, [], []
+        for slot in free:
+            slot.clear()
         self.shared = None if self.limit == 1 else self.backend.new_pool()
         return dropped
 
