@@ -6,12 +6,13 @@ called, at the user's line; what torch does not show is seen on the tensors when
 """
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.guard import LEAVE_OUT, FunctionWatcher
 from packgraph.graphs.host_calls import Watcher, watched_calls
 from packgraph.graphs.parameters import local_tensor
@@ -35,7 +36,8 @@ _REFUSED = {
     torch.Tensor.grad.__set__: ("an assignment to Tensor.grad", *_GRADIENT),
     torch.Tensor.grad.__delete__: ("a deletion of Tensor.grad", *_GRADIENT),
 }
-_COMPILERS = "_dynamo_"  # torch.compile marks tensors
+_MARK = "_dynamo_"  # of attributes by which torch.compile marks tensors
+_COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo", "_functorch", "_inductor"))
 _DATA = torch.Tensor.data.__set__
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
 
@@ -59,7 +61,7 @@ class _Facts(NamedTuple):
         grad = tensor.grad if tensor.is_leaf else None
         return cls(pointer, local.shape, strides, local.dtype, tensor.requires_grad,
                    None if grad is None else id(grad), {name: id(value) for name, value in vars(tensor).items()
-                                                        if not name.startswith(_COMPILERS)})
+                                                        if not name.startswith(_MARK)})
 
 
 @contextlib.contextmanager
@@ -101,14 +103,23 @@ class _Builtins(Watcher):
 
 
 def _refuse_on_node(frame: FrameType, function: Any, done: bool) -> None:
-    if not isinstance(function.__self__, torch.Tensor):
+    if not isinstance(function.__self__, torch.Tensor) and _is_asked_for(frame):
         raise CaptureError(f"{function.__name__} of an autograd node inside a captured stage: {_HOOK[0]}",
                            user_line(frame), _HOOK[1])
 
 
 def _refuse_resize(frame: FrameType, function: Any, done: bool) -> None:
-    if isinstance(function.__self__, torch.UntypedStorage):
+    if isinstance(function.__self__, torch.UntypedStorage) and _is_asked_for(frame):
         raise CaptureError("a storage is resized inside a captured stage (FSDP does this)", user_line(frame), LEAVE_OUT)
+
+
+def _is_asked_for(frame: FrameType | None) -> bool:
+    """Whether the user's code asks for it, by whatever functions, and not a compiler, for graphs of its own."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_COMPILERS):
+            return False
+        frame = frame.f_back
+    return True
 
 
 class _ForwardCalls(FunctionWatcher):

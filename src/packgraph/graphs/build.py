@@ -452,5 +452,8 @@ def check_outputs(result: Any) -> None:
     """Raise CaptureError when a call's outputs hold something a replay could not make again."""
     for leaf in tree_leaves(result):
         if not isinstance(leaf, torch.Tensor | int | float | str | bool | None):
+            remedy = "return tensors in tuples, lists or dicts. " + LEAVE_OUT
+            if hasattr(leaf, "get_seq_length"):  # what language models call a cache of keys and values
+                remedy = "it is a cache for generation, which training does not need: model.config.use_cache = False"
             raise CaptureError(f"the module returns a {type(leaf).__name__}, which a graph cannot make", user_line(),
-                               "return tensors in tuples, lists or dicts. " + LEAVE_OUT)
+                               remedy)
