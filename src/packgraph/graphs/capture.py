@@ -239,8 +239,9 @@ class _Run:
                     "but is no registered parameter of the module", user_line(),
                     "register it (nn.Parameter attribute or register_parameter), or pass it as an argument")
         staged = {t.untyped_storage()._cdata for t in given}
-        self.read |= {key: tensor for key, tensor in watch.external.items() if key not in staged}
-        self.written |= {key: tensor for key, tensor in watch.written.items() if key not in staged}
+        inside = staged | self.seen.storages()  # an earlier run of stages may have made what this one reads
+        self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
+        self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
         return with_lengths(state, shown, result)
 
     def _eager(self, run: Any, state: Any) -> Any:
