@@ -60,7 +60,7 @@ class Uses(CodeWatcher):
 
 def _is_view(func: Any) -> bool:
     """Whether an operation reads no values: its results are other views of its inputs."""
-    aliases = [result.alias_info for result in func._schema.returns]
+    aliases = [result.alias_info for result in getattr(func._schema, "returns", ())]  # compiled code has none
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
