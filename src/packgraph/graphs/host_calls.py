@@ -77,6 +77,19 @@ def watched_calls(watcher: Watcher) -> Iterator[None]:
                                "generators could not be seen", user_line(), "profile from outside of the call")
 
 
+@contextlib.contextmanager
+def unwatched_calls() -> Iterator[None]:
+    """Within the block this thread's calls are not looked at: a frame that is seen may keep tensors for longer."""
+    hook = _THREAD.hook
+    if hook is not None:
+        sys.setprofile(None)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            sys.setprofile(hook.see)
+
+
 def watch_also() -> Callable[[object], None]:
     """What another thread has to call that works for the present block: autograd's, which runs backwards on CUDA. It
     may be used as a hook of a tensor. The thread is looked at until the block ends."""

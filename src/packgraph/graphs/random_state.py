@@ -62,7 +62,11 @@ class _State:
 
     def undo(self, alone: bool) -> None:
         """Take back what was drawn. alone: there is nobody else."""
-        if (alone or (self.look() and not self.others)) and not self._same(self._first, self._read()):
+        if alone:
+            moved = not self._same(self._first, self._read())
+        else:  # what the capture has not moved is never written: somebody may draw between a look and a write
+            moved = not self._same(self._first, self._expected) and self.look() and not self.others
+        if moved:
             self._write(self._first)
 
 
@@ -208,7 +212,8 @@ class Draws(Watcher):
         key = function.__self__._cdata  # type: ignore[attr-defined]
         known = [state for generator, state in zip(self._generators, self._torch, strict=True)
                  if generator._cdata == key]  # type: ignore[attr-defined]
-        if self._captured and function.__name__ in ("manual_seed", "seed") and self._is_asked_for(frame):
+        shared = known or any(key == other._cdata for other in torch.cuda.default_generators)
+        if self._captured and shared and function.__name__ in ("manual_seed", "seed") and self._is_asked_for(frame):
             raise _seeded(user_line(frame))
         for state in known:
             state.note() if done else state.look()
