@@ -12,7 +12,7 @@ from graphkit import differences, make_toy, toy_inputs, toy_loss
 from statekit import One, Staged, X, captured, quietly
 from torch import nn
 
-from packgraph.graphs import exclusive
+from packgraph.graphs import exclusive, random_state
 from packgraph.graphs import graphed as graphed_module
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import BUSY
@@ -493,3 +493,15 @@ def test_numbers_that_only_the_default_generator_can_give_are_taken_back_unless_
         for _ in range(10):
             graph(module, warmup=0, strict=True).build([(X,)])
     assert len(set(drawn)) == len(drawn)
+
+
+def test_threads_that_run_only_a_librarys_code_do_not_count():
+    tqdm = pytest.importorskip("tqdm")
+    monitor = tqdm.TMonitor(tqdm.tqdm, 10)
+    try:
+        assert random_state._alone()
+        with beside(lambda: time.sleep(1e-3)):
+            assert not random_state._alone()
+    finally:
+        monitor.exit()
+    assert random_state._alone()
