@@ -51,11 +51,9 @@ class Watcher:
 
 
 class _Thread(threading.local):
-    """The watchers of a thread, and its profile function while there are any."""
+    """The profile function of a thread while anybody watches."""
 
-    def __init__(self) -> None:
-        self.watchers: list[Watcher] = []
-        self.hook: _Hook | None = None
+    hook: "_Hook | None" = None
 
 
 _THREAD = _Thread()
