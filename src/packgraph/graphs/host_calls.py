@@ -11,15 +11,20 @@ swallows the error would go on unseen: it is raised again when the block ends.
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FrameType, MappingProxyType
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
+
+import torch.utils._pytree
 
 from packgraph.graphs.errors import CaptureError, user_line
 
 # Before Python 3.13 a frame that a profile function has seen keeps a copy of its variables as they were then, and so
 # tensors that the code has let go of. Looking at a caller's variables makes that copy anew.
 _SNAPSHOTS = sys.version_info < (3, 13)
+_MACHINERY = (str(Path(__file__).parent), str(Path(torch.utils._pytree.__file__)), contextlib.__file__)
 # (calling frame, C function, whether it is done), and (frame of the function, its result, whether it is done)
 SeesBuiltin = Callable[[FrameType, Any, bool], None]
 SeesFunction = Callable[[FrameType, Any, bool], None]
@@ -28,23 +33,27 @@ SeesFunction = Callable[[FrameType, Any, bool], None]
 class Watcher:
     """What somebody wants to know of a thread's calls.
 
-    builtins: by name of C functions, called before and after each. functions: by code, likewise. entered: called for
-    every frame that begins.
+    known: code, by identity, of functions that it need not see again.
     """
 
-    builtins: Mapping[str, SeesBuiltin] = MappingProxyType({})
-    functions: Mapping[CodeType, SeesFunction] = MappingProxyType({})
+    known: Container[int] = range(0)
+
+    def builtins(self) -> Mapping[str, SeesBuiltin]:
+        """What is called before and after C functions of these names."""
+        return {}
+
+    def functions(self) -> Mapping[CodeType, SeesFunction]:
+        """What is called before and after functions with this code."""
+        return {}
 
     def entered(self, frame: FrameType) -> None:
-        """A Python function begins."""
+        """A function whose code is not `known` begins."""
 
 
 class _Thread(threading.local):
-    """The watchers of a thread, and its profile function while there are any."""
+    """The profile function of a thread while anybody watches."""
 
-    def __init__(self) -> None:
-        self.watchers: list[Watcher] = []
-        self.hook: _Hook | None = None
+    hook: "_Hook | None" = None
 
 
 _THREAD = _Thread()
@@ -67,14 +76,27 @@ def watched_calls(watcher: Watcher) -> Iterator[None]:
         yield
         done = True
     finally:
-        replaced = sys.getprofile() != hook.see
-        _THREAD.hook, hook.over = before, True
+        replaced = sys.getprofile() is not hook.see
+        _THREAD.hook, hook.told.over = before, True
         _put_back(before.see if before is not None else hook.other)
-        if done and hook.refused is not None:
-            raise hook.refused
+        if done and hook.told.refused is not None:
+            raise hook.told.refused
         if done and replaced:
             raise CaptureError("a profiler begins or ends inside a captured stage: what the stage does to random "
                                "generators could not be seen", user_line(), "profile from outside of the call")
+
+
+@contextlib.contextmanager
+def unwatched_calls() -> Iterator[None]:
+    """Within the block this thread's calls are not looked at: a frame that is seen may keep tensors for longer."""
+    hook = _THREAD.hook
+    if hook is not None:
+        sys.setprofile(None)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            sys.setprofile(hook.see)
 
 
 def watch_also() -> Callable[[object], None]:
@@ -83,7 +105,7 @@ def watch_also() -> Callable[[object], None]:
     hook = _THREAD.hook
 
     def watch(_: object) -> None:
-        if hook is not None and not hook.over and _THREAD.hook is not hook:
+        if hook is not None and not hook.told.over and _THREAD.hook is not hook:
             sys.setprofile(hook.see)
 
     return watch
@@ -106,45 +128,70 @@ def _put_back(profiler: Any) -> None:
         profiler.enable()  # cProfile
 
 
+@dataclass
+class _Told:
+    """What a profile function is told and tells. over: its block has ended. refused: what a watcher has raised."""
+
+    over: bool = False
+    refused: CaptureError | None = None
+
+
 class _Hook:
-    """The profile function for some watchers. other: one that was there before. refused: what a watcher has raised."""
+    """The profile function `see` for some watchers. other: one that was there before."""
 
     def __init__(self, watchers: list[Watcher], other: Any) -> None:
-        self.watchers, self.other, self.over = watchers, other, False
-        self.refused: CaptureError | None = None
-        self._builtins: dict[str, list[SeesBuiltin]] = {}
-        self._functions: dict[CodeType, list[SeesFunction]] = {}
-        for watcher in watchers:
-            for name, sees in watcher.builtins.items():
-                self._builtins.setdefault(name, []).append(sees)
-            for code, shown in watcher.functions.items():
-                self._functions.setdefault(code, []).append(shown)
-        self._names = {code.co_name for code in self._functions}
-        self._entered = [w.entered for w in watchers if type(w).entered is not Watcher.entered]
+        self.watchers, self.other, self.told = watchers, other, _Told()
+        self.see = _profile_function(watchers, other if callable(other) else None, self.told)
 
-    def see(self, frame: FrameType, event: str, argument: Any) -> None:
-        """The profile function."""
-        if self.over:  # in a thread of autograd's, which nobody can tell
-            sys.setprofile(None)
-            return
+
+def _profile_function(watchers: Sequence[Watcher], other: Callable[[FrameType, str, Any], Any] | None, told: _Told
+                      ) -> Callable[[FrameType, str, Any], None]:
+    """It is called a million times in the capture of a large model: hence the order of its tests."""
+    builtins: dict[str, list[SeesBuiltin]] = {}
+    functions: dict[CodeType, list[SeesFunction]] = {}
+    for watcher in watchers:
+        for name, sees in watcher.builtins().items():
+            builtins.setdefault(name, []).append(sees)
+        for code, shown in watcher.functions().items():
+            functions.setdefault(code, []).append(shown)
+    named = {code.co_name for code in functions}
+    entered = [(w.entered, w.known) for w in watchers if type(w).entered is not Watcher.entered]
+    keeps: dict[int, tuple[CodeType, bool]] = {}
+
+    def see(frame: FrameType, event: str, argument: Any) -> None:
         try:
-            if event == "call":
-                if _SNAPSHOTS and frame.f_back is not None:
-                    frame.f_back.f_locals  # noqa: B018  (see _SNAPSHOTS)
-                for entered in self._entered:
-                    entered(frame)
-                if frame.f_code.co_name in self._names:
-                    for shown in self._functions.get(frame.f_code, ()):
-                        shown(frame, None, False)
-            elif event == "return":
-                if frame.f_code.co_name in self._names:
-                    for shown in self._functions.get(frame.f_code, ()):
-                        shown(frame, argument, True)
-            elif argument.__name__ in self._builtins:
-                for sees in self._builtins[argument.__name__]:
-                    sees(frame, argument, event != "c_call")
+            if event == "c_call" or event == "c_return" or event == "c_exception":
+                if argument.__name__ in builtins and not told.over:
+                    for sees in builtins[argument.__name__]:
+                        sees(frame, argument, event != "c_call")
+            elif told.over:  # in a thread of autograd's, which nobody can tell
+                sys.setprofile(None)
+            else:
+                code = frame.f_code
+                if event == "call":
+                    if _SNAPSHOTS:
+                        _look_again(frame.f_back, keeps)
+                    for enter, known in entered:
+                        if id(code) not in known:
+                            enter(frame)
+                if code.co_name in named:
+                    for shown in functions.get(code, ()):
+                        shown(frame, argument, event == "return")
         except CaptureError as error:
-            self.refused = error
+            told.refused = error
             raise
-        if callable(self.other):
-            self.other(frame, event, argument)
+        if other is not None:
+            other(frame, event, argument)
+
+    return see
+
+
+def _look_again(frame: FrameType | None, keeps: dict[int, tuple[CodeType, bool]]) -> None:
+    """See _SNAPSHOTS; frames of the machinery keep no tensor for longer than a call."""
+    if frame is None:
+        return
+    code = frame.f_code
+    if id(code) not in keeps:
+        keeps[id(code)] = code, not code.co_filename.startswith(_MACHINERY)
+    if keeps[id(code)][1]:
+        frame.f_locals  # noqa: B018

@@ -17,7 +17,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any
@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
-from packgraph.graphs.host_calls import Watcher, watched_calls
+from packgraph.graphs.host_calls import SeesBuiltin, Watcher, watched_calls
 
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 _DRAW_OUTSIDE = "draw them with torch, or pass them in"
 _PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo/convert_frame", "_functorch",
                                                                        "_inductor"))
+_QUIET = ("torch/_inductor/", "torch/utils/data/_utils/pin_memory.py", "tqdm/_monitor.py", "event_file_writer.py")
 _KNOWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 
@@ -62,7 +63,11 @@ class _State:
 
     def undo(self, alone: bool) -> None:
         """Take back what was drawn. alone: there is nobody else."""
-        if (alone or (self.look() and not self.others)) and not self._same(self._first, self._read()):
+        if alone:
+            moved = not self._same(self._first, self._read())
+        else:  # what the capture has not moved is never written: somebody may draw between a look and a write
+            moved = not self._same(self._first, self._expected) and self.look() and not self.others
+        if moved:
             self._write(self._first)
 
 
@@ -107,10 +112,13 @@ class Draws(Watcher):
         self._alone = _alone()
         self._captured = True
         self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
-        self._seen: dict[int, Any] = {}
+        self.known: dict[int, Any] = {}
         self._mention: str | None = None
-        self.builtins = {
-            **dict.fromkeys(("random", "getrandbits", "setstate", "seed"), self._host_generator),
+
+    def builtins(self) -> Mapping[str, SeesBuiltin]:
+        """See Watcher."""
+        return {
+            **dict.fromkeys(("random", "getrandbits", "setstate"), self._host_generator),
             **dict.fromkeys(("manual_seed", "set_state", "set_offset", "graphsafe_set_state"), self._torch_generator),
             "seed": self._any_seed,
         }
@@ -172,9 +180,10 @@ class Draws(Watcher):
 
     def check(self, where: str) -> None:
         """Raise CaptureError for draws and seeds of captured code that could not be refused before. where: its line."""
-        moved = self._numpy is not None and not self._numpy.look()
+        # numpy that was imported meanwhile has a state of its own: what mentions it is believed to draw.
+        moved = "numpy.random" in sys.modules if self._numpy is None else not self._numpy.look()
         alone = self._alone and _alone()
-        if (moved and (alone or self._mention)) or (alone and not self._python.look()):
+        if (moved and (self._mention or (alone and self._numpy is not None))) or (alone and not self._python.look()):
             raise _frozen("random or numpy.random", self._mention or where)
         if alone and self._seeds != [generator.initial_seed() for generator in self._generators]:
             raise _seeded(where)
@@ -208,7 +217,9 @@ class Draws(Watcher):
         key = function.__self__._cdata  # type: ignore[attr-defined]
         known = [state for generator, state in zip(self._generators, self._torch, strict=True)
                  if generator._cdata == key]  # type: ignore[attr-defined]
-        if self._captured and function.__name__ in ("manual_seed", "seed") and self._is_asked_for(frame):
+        shared = known or any(key == other._cdata  # type: ignore[attr-defined]
+                              for other in torch.cuda.default_generators)
+        if self._captured and shared and function.__name__ in ("manual_seed", "seed") and self._is_asked_for(frame):
             raise _seeded(user_line(frame))
         for state in known:
             state.note() if done else state.look()
@@ -225,19 +236,31 @@ class Draws(Watcher):
     def entered(self, frame: FrameType) -> None:
         """Note whether captured code mentions numpy's global generator."""
         code = frame.f_code
-        if not self._captured or id(code) in self._seen:
+        if not self._captured:
             return
-        self._seen[id(code)] = code  # which keeps the number taken
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None and self._mention is None and is_user_file(code.co_filename) and _mentions(frame, numpy):
+        self.known[id(code)] = code  # which keeps the number taken
+        if self._mention is None and code.co_name != "<module>" and is_user_file(code.co_filename) and _mentions(frame):
             self._mention = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
 
 
 def _alone() -> bool:
-    """Whether no other thread could draw: those of torch itself do not."""
-    return threading.active_count() == 1
+    """Whether no other thread could draw. Some threads of libraries run nobody's code but their own."""
+    others = [thread.ident for thread in threading.enumerate() if thread.ident != threading.get_ident()]
+    frames = sys._current_frames() if others else {}
+    frames.pop(threading.get_ident(), None)  # this function's own frame has `frames`
+    return all(any(name in _first_file(frames.get(other or 0)) for name in _QUIET) for other in others)
+
+
+def _first_file(frame: FrameType | None) -> str:
+    """The file of the function that a thread was begun with."""
+    first = ""
+    while frame is not None:
+        if frame.f_code.co_filename != threading.__file__:
+            first = frame.f_code.co_filename
+        frame = frame.f_back
+    return first
 
 
 def _frozen(what: str, where: str) -> CaptureError:
@@ -250,20 +273,20 @@ def _seeded(where: str) -> CaptureError:
                         where, RESEED)
 
 
-def _mentions(frame: FrameType, numpy: Any) -> bool:
+def _mentions(frame: FrameType) -> bool:
     """Whether the code of a frame that begins can reach numpy's global generator by a name."""
+    numpy, modules = sys.modules.get("numpy"), [sys.modules.get(f"numpy.random{part}") for part in ("", ".mtrand")]
+    draws = getattr(modules[1], "_rand", None)
     code, variables = frame.f_code, frame.f_locals
     first = variables.get(code.co_varnames[0]) if code.co_argcount else None
     held = getattr(first, "__dict__", {})
     found = [*variables.values(), *(scope[name] for name in code.co_names for scope in (frame.f_globals, held)
                                     if name in scope)]
-    draws = getattr(getattr(numpy, "mtrand", None), "_rand", None)
-    if draws is None:  # numpy is being imported
-        return False
-    for value in found:
-        if value is draws or value is numpy or (isinstance(value, MethodType) and value.__self__ is draws):
+    for value in found if draws is not None else ():
+        if value is draws or any(value is module for module in modules) \
+                or (isinstance(value, MethodType) and value.__self__ is draws):
             return True
-        if value is sys.modules["numpy"] and "random" in code.co_names:
+        if value is numpy and "random" in code.co_names:
             return True
     # `import numpy` inside the function
     return "random" in code.co_names and "numpy" in code.co_names

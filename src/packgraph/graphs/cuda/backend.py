@@ -14,6 +14,7 @@ from packgraph.graphs.cuda.history import PoolHistory
 from packgraph.graphs.cuda.lanes import CudaLanes, pinned, streams_beside
 from packgraph.graphs.cuda.workspaces import CublasWorkspaces
 from packgraph.graphs.guard import Journal
+from packgraph.graphs.host_calls import unwatched_calls
 from packgraph.graphs.lanes import HostMemories, capturing_lanes
 from packgraph.graphs.strides import with_bits
 from packgraph.plan.memory.bank import Lifetime
@@ -113,7 +114,8 @@ class CudaWindow:
         """Capture the work that `run` launches; nothing executes."""
         graph, pool = self._new_graph(), self.brief if brief else self.pool
         self.lanes.next_capture()
-        with torch.cuda.stream(self.backend.stream), capturing_lanes(self.lanes):
+        # What the code calls was seen in the rehearsal.
+        with torch.cuda.stream(self.backend.stream), capturing_lanes(self.lanes), unwatched_calls():
             pool.begin(graph)
             ended = False
             try:

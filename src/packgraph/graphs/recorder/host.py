@@ -10,9 +10,9 @@ when a transfer is first recorded, by a function that passes everything on, unle
 """
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.guard import LEAVE_OUT
-from packgraph.graphs.host_calls import Watcher, watched_calls
+from packgraph.graphs.host_calls import SeesBuiltin, SeesFunction, Watcher, watched_calls
 
 _BY_FUNCTIONS = "move the default generator by torch.get_rng_state and torch.set_rng_state. " + LEAVE_OUT
 _RECORDED: ContextVar[Callable[[Any], None] | None] = ContextVar("packgraph_recorded_wait", default=None)
@@ -31,10 +31,15 @@ class RecordedHost(Watcher):
 
     def __init__(self, step: Callable[[Callable[[], Any]], None]) -> None:
         self._step = step
-        self.functions = {torch.random.get_rng_state.__code__: self._read,
-                          torch.random.set_rng_state.__code__: self._set}
-        self.builtins = {"resize_": self._resized,
-                         **dict.fromkeys(("get_state", "set_state", "get_offset", "set_offset"), self._moved)}
+
+    def builtins(self) -> Mapping[str, SeesBuiltin]:
+        """See Watcher."""
+        return {"resize_": self._resized,
+                **dict.fromkeys(("get_state", "set_state", "get_offset", "set_offset"), self._moved)}
+
+    def functions(self) -> Mapping[CodeType, SeesFunction]:
+        """See Watcher."""
+        return {torch.random.get_rng_state.__code__: self._read, torch.random.set_rng_state.__code__: self._set}
 
     def _read(self, frame: FrameType, state: Any, done: bool) -> None:
         if isinstance(state, torch.Tensor):

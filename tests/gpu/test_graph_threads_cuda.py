@@ -1,0 +1,182 @@
+"""Threads on CUDA: streams of their own, autograd's one thread for all backwards, and draws beside a capture."""
+import contextlib
+import random
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import eager as run_eagerly
+from packgraph.graphs.graphed import graph
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+WIDTH = 256
+
+
+def whole_numbers(rows, seed):
+    """float32 sums of them are exact, so gradients do not depend on the order of threads."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, (rows, WIDTH), generator=generator).float().cuda().requires_grad_()
+
+
+def wide():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).cuda()
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator).float())
+    return module
+
+
+def backwards(model, rows, seeds, found):
+    for seed in seeds:
+        x = whole_numbers(rows, seed)
+        out = model(x)
+        out.sum().backward()
+        found[rows, seed] = (out.detach().clone(), x.grad.clone())
+
+
+def together(*works):
+    errors = []
+
+    def run(work):
+        try:
+            work()
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+        assert not thread.is_alive(), "a thread hangs"
+    torch.cuda.synchronize()
+    assert not errors, errors
+
+
+@contextlib.contextmanager
+def beside(work):
+    stop, turns = threading.Event(), []
+
+    def run():
+        while not stop.is_set():
+            work()
+            turns.append(1)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        assert thread.is_alive(), "it ended early"
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive() and turns
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streams of their own", "one stream"])
+@pytest.mark.parametrize("warm", [True, False], ids=["captured before", "new"])
+@pytest.mark.parametrize(("rows", "eager_thread"), [((256, 256), False), ((256, 128), False), ((256, 256), True)],
+                         ids=["replays", "captures of other shapes", "eager calls"])
+def test_threads_that_share_a_module_sum_all_gradients(rows, eager_thread, warm, streams):
+    eager, graphed, count = wide(), graph(wide(), warmup=2), 30
+    if warm:
+        for model in (eager, graphed):
+            backwards(model, rows[0], [1, 2, 3], {})
+    seeds = [range(1000 * (thread + 1), 1000 * (thread + 1) + count) for thread in range(2)]
+    expected, found = {}, {}
+    for thread in range(2):
+        backwards(eager, rows[thread], seeds[thread], expected)
+    torch.cuda.synchronize()
+
+    def work(thread):
+        stream = torch.cuda.Stream() if streams else torch.cuda.current_stream()
+        reason = run_eagerly("a test") if eager_thread and thread else contextlib.nullcontext()
+        with torch.cuda.stream(stream), reason:
+            backwards(graphed, rows[thread], seeds[thread], found)
+            stream.synchronize()
+
+    together(lambda: work(0), lambda: work(1))
+    assert found.keys() == expected.keys() and graphed.stats.replayed > 0
+    assert all(torch.equal(*both) for key, pair in expected.items() for both in zip(pair, found[key], strict=True))
+    for (name, one), other in zip(eager.named_parameters(), graphed.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+
+
+def test_one_thread_may_change_its_stream():
+    eager, graphed = wide(), graph(wide(), warmup=1)
+    expected, found = {}, {}
+    backwards(eager, 256, range(20), expected)
+    for seed in range(20):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            backwards(graphed, 256, [seed], found)
+            torch.cuda.current_stream().synchronize()
+    assert all(torch.equal(*both) for key, pair in expected.items() for both in zip(pair, found[key], strict=True))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), graphed.parameters(), strict=True))
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).cuda()
+
+
+DRAWS = {"torch": lambda: torch.rand(4), "random": lambda: [random.random() for _ in range(4)],
+         "cuda": lambda: torch.rand(4, device="cuda")}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_captures_beside_a_thread_that_launches_and_draws(draw):
+    """Numbers of the device's default generator are drawn by rehearsals too, by operations that take no generator."""
+    drawn = []
+
+    def work():
+        torch.ones(1000, device="cuda").mul_(2).sum()
+        drawn.append(DRAWS[draw]())
+
+    with beside(work):
+        for _ in range(10):
+            graphed = graph(dropping(), warmup=0, strict=True)
+            graphed(torch.randn(8, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(1))).sum().backward()
+            assert graphed.stats.captured == graphed.stats.replayed == 1
+    numbers = [tuple(torch.as_tensor(found).tolist()) for found in drawn]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_a_capture_leaves_all_random_states_as_they_were():
+    states = lambda: (torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist(), random.getstate())  # noqa: E731
+    graphed, before = graph(dropping(), warmup=0, strict=True), states()
+    graphed.build([(torch.ones(8, 4, device="cuda"),)])
+    assert graphed.stats.captured == 1 and states() == before
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * random.random()
+
+
+def test_draws_of_a_backward_are_refused_in_autograds_thread():
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return DrawsInBackward.apply(self.linear(x))
+
+    with beside(lambda: random.random()), pytest.raises(CaptureError, match="draws random numbers on the host"):
+        graph(Module().cuda(), warmup=0, strict=True)(torch.ones(3, 4, device="cuda"))
