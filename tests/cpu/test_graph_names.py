@@ -129,6 +129,7 @@ class Patched:
 
     def __init__(self, model, how):
         self.original, self.seen = model.forward, 0
+        packgraph.assume_constant(self)  # it counts
         if how == "function":
             model.forward = self.call
         elif how == "method":  # bound to what was given, as accelerate does

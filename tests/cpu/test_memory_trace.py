@@ -128,6 +128,7 @@ def unseen(monkeypatch):
 
     monkeypatch.setattr(RecorderBackend, "window", window)
     monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run: run())
+    monkeypatch.setattr(RecorderBackend, "guard_device", "cpu")
 
 
 @pytest.mark.parametrize("how", ["trace", "capture"])

@@ -6,6 +6,7 @@ from torch import nn
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.pool import RecorderPool
+from packgraph.graphs.state_kinds import assume_constant
 
 
 class HandsOut(nn.Module):
@@ -23,7 +24,7 @@ class HandsOut(nn.Module):
 
 
 def test_a_reference_may_go_while_blocks_are_placed():
-    held = []
+    held = assume_constant([])
     module = HandsOut(held.append)
     graphed = graph(module, backend="recorder", warmup=1, strict=True)
     original = RecorderPool.place

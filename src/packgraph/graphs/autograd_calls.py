@@ -14,7 +14,7 @@ import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.guard import LEAVE_OUT, FunctionWatcher
-from packgraph.graphs.host_calls import Watcher, watched_calls
+from packgraph.graphs.host_calls import SeesBuiltin, Watcher, watched_calls
 from packgraph.graphs.parameters import local_tensor
 
 _HOOK = "a replay would not register it", \
@@ -98,8 +98,8 @@ def _compare(tensor: torch.Tensor, old: _Facts, new: _Facts, where: str) -> None
 class _Builtins(Watcher):
     """Refuses what torch's function modes do not see."""
 
-    def __init__(self) -> None:
-        self.builtins = {"register_hook": _refuse_on_node, "register_prehook": _refuse_on_node, "resize_": _refuse_resize}
+    def builtins(self) -> dict[str, SeesBuiltin]:
+        return {"register_hook": _refuse_on_node, "register_prehook": _refuse_on_node, "resize_": _refuse_resize}
 
 
 def _refuse_on_node(frame: FrameType, function: Any, done: bool) -> None:
