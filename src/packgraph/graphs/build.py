@@ -254,11 +254,16 @@ class VariantBuild:
             [self.aliases.parameter_of[id(a)] for a in returned])
         patterns = self._patterns(index, forward, region)
         later: dict[Place, torch.Tensor] = {}
+        read_inputs = set[int]()
         for number, pattern in enumerate(patterns):
-            region.backwards[pattern], reads = self._capture_pattern(
+            region.backwards[pattern], reads, storages = self._capture_pattern(
                 index, forward, pattern, owned, returned, again=number + 1 < len(patterns))
             later |= reads
+            read_inputs |= storages
         region.context = self._context(forward, later)
+        region.context.inputs = [
+            number for number, (entry, leaf) in enumerate(zip(forward.inputs, forward.leaves, strict=True))
+            if entry.buffer is not None and leaf.untyped_storage()._cdata in read_inputs]
         self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
         self.origins = {key: origin for key, origin in self.origins.items() if origin.producer != index}
         self.made[index], forward.outputs, forward.leaves, forward.origins, forward.statics = [], [], [], [], []
@@ -304,10 +309,10 @@ class VariantBuild:
         return [pattern for pattern in patterns if any(layout is not None for layout in pattern)]
 
     def _capture_pattern(self, index: int, forward: _Forward, pattern: Pattern, owned: list[Any], returned: list[Any],
-                         again: bool) -> tuple[Backward, dict[Place, torch.Tensor]]:
+                         again: bool) -> tuple[Backward, dict[Place, torch.Tensor], set[int]]:
         """Capture the backward of a pattern. again: another one follows, so the autograd graph stays.
 
-        Returned with what it reads from outside.
+        Returned with what it reads from outside, and the storages of all that it reads.
         """
         incoming = self._incoming(index, forward, pattern)
         leaves = list({id(leaf): leaf for leaf in forward.leaves if leaf.requires_grad}.values())
@@ -334,7 +339,8 @@ class VariantBuild:
         ours = [*forward.leaves, *(gradient for gradient, _ in incoming.values()),
                 *(local_tensor(buffer.tensor) for buffer in buffers.values()), *(landing for _, landing in landings)]
         known = {tensor.untyped_storage()._cdata for tensor in ours}
-        return backward, {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
+        outside = {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
+        return backward, outside, {cdata for cdata, _ in uses.reads}
 
     def _incoming(self, index: int, forward: _Forward, pattern: Pattern) -> dict[int, tuple[torch.Tensor, Static]]:
         """Where gradients of outputs arrive: where a later region leaves them, or in a buffer of the slot."""

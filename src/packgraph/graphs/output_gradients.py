@@ -108,7 +108,9 @@ class OutputGradients:
         seen: dict[int, Layout] = {}
         count, shared, known = len(leaves), self._shared, None if key is None else self.of(key)
 
-        def note(gradient: torch.Tensor, number: int) -> None:
+        def note(gradient: torch.Tensor | None, number: int) -> None:
+            if gradient is None:
+                return
             seen[number] = layout_of(gradient)
             shared.latest[count] = seen
             if known is not None:

@@ -6,6 +6,7 @@
 A backward that nobody has captured (a new pattern) runs eagerly: the region's inputs lie in the slot yet, so its
 forward is run again (`recompute.py`).
 """
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,14 @@ from packgraph.plan.stages import State
 Gradients = Sequence[torch.Tensor | None]
 
 
-def stage_inputs(region: Region, state: State, homes: Homes) -> list[torch.Tensor]:
-    """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in order."""
+Version = tuple["weakref.ref[torch.Tensor]", int]  # a tensor with its version when it was read
+
+
+def stage_inputs(region: Region, state: State, homes: Homes) -> tuple[list[torch.Tensor], list[Version]]:
+    """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in order, and those
+    that backwards read."""
     wanted: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     key: str | None = None
     leaves: list[torch.Tensor] = []
     for entry in region.inputs:
@@ -35,23 +41,27 @@ def stage_inputs(region: Region, state: State, homes: Homes) -> list[torch.Tenso
             key, value = entry.key, state[entry.key]
             leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
         tensor = leaves[entry.leaf]
+        tensors.append(tensor)
         if entry.buffer is not None:
             if tensor.data_ptr() != entry.buffer.data_ptr():
                 entry.buffer.copy_(tensor.detach())
             homes.note(tensor, entry.token, alias=False)
         if entry.differentiable:
             wanted.append(tensor)
-    return wanted
+    read = [tensors[number] for number in region.context.inputs]
+    # A view may be gone before its base is written to.
+    read = [tensor if tensor._base is None else tensor._base for tensor in read]
+    return wanted, [(weakref.ref(tensor), tensor._version) for tensor in read]
 
 
 def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) -> State:
     """Replay the forward graph and return the next state; its outputs alias static memory and are noted in `homes`."""
     edge = region.parameters
     with ticket.slots.launches:
-        wanted = stage_inputs(region, state, homes)
+        wanted, read = stage_inputs(region, state, homes)
         if any(output.differentiable for output in region.outputs):
             ticket.pending.add(region.number)
-            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, *wanted, *region.returned)
+            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, read, *wanted, *region.returned)
         else:
             replay_forward(region)
             made = tuple(output.static.tensor.detach() for output in region.outputs)
@@ -72,8 +82,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, edge: torch.Tensor, region: Region, ticket: Ticket,
-                *inputs: torch.Tensor) -> Any:
-        ctx.region, ctx.ticket = region, ticket
+                read: list[Version], *inputs: torch.Tensor) -> Any:
+        ctx.region, ctx.ticket, ctx.read = region, ticket, read
         ctx.set_materialize_grads(False)
         ctx.random_states = [generator.get_state() for generator in region.context.generators]
         replay_forward(region)
@@ -87,9 +97,9 @@ class _Replay(torch.autograd.Function):
         region, ticket = ctx.region, ctx.ticket
         inputs = sum(entry.differentiable for entry in region.inputs)
         if all(gradient is None for gradient in gradients):
-            return (None,) * (4 + inputs + len(region.returned))
+            return (None,) * (5 + inputs + len(region.returned))
         _refuse_second_derivatives(region)
-        _check_versions(region, ctx.versions)
+        _check_versions(region, ctx.versions, ctx.read)
         with ticket.slots.launches:
             ticket.start_backward(region.number)
         pattern = pattern_of(gradients)
@@ -102,7 +112,7 @@ class _Replay(torch.autograd.Function):
                 region.context.gradients.learn(region.number, list(region.backwards), pattern)
         with ticket.slots.launches:
             ticket.finish_backward(region.number)
-        return None, signal, None, None, *results
+        return None, signal, None, None, None, *results
 
 
 def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: Ticket
@@ -150,8 +160,14 @@ def _refuse_second_derivatives(region: Region) -> None:
             "gradients are differentiated under packgraph.eager(...)")
 
 
-def _check_versions(region: Region, versions: tuple[int, ...]) -> None:
+def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[Version]) -> None:
     """Raise RuntimeError when what the backward reads was changed since the forward."""
+    for reference, version in inputs:
+        tensor = reference()
+        if tensor is not None and tensor._version != version:
+            raise RuntimeError(
+                f"an argument of shape {tuple(tensor.shape)} that {region.name} reads in its backward was changed in "
+                "place between forward and backward. Write to a new tensor, or run the backward first")
     for tensor, version in zip(region.context.reads[: region.context.read_later], versions, strict=False):
         if tensor._version != version:
             raise RuntimeError(
