@@ -224,6 +224,7 @@ class _Run:
             versions = [leaf._version for leaf in given]
             result = self.program.run(run, shown)
             refuse_changed_inputs(versions, given, self.program.describe(run))
+        self.seen.returned(result)
         for leaf in leaves_behind(tree_leaves(result)):
             if id(leaf) not in self.known and not self.seen.has_made(leaf):
                 raise CaptureError(

@@ -13,6 +13,7 @@ from packgraph.graphs import fallback
 from packgraph.graphs.build import Owned, Variant
 from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.output_objects import close_objects
 from packgraph.graphs.program import Program
 from packgraph.graphs.region import Homes, accepts, replay_region
 from packgraph.graphs.slot import Ticket
@@ -116,9 +117,9 @@ class Claim:
             was_eager = region is None
         result = self.program.end(state)
         if self.lends:
-            return result
+            return close_objects(result)
         with self.ticket.slots.launches:
-            return tree_map(lambda leaf: _left(leaf, homes), result)
+            return close_objects(tree_map(lambda leaf: _left(leaf, homes), result))
 
 
 def _left(leaf: Any, homes: Homes) -> Any:

@@ -24,10 +24,12 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs.constants import Constants
-from packgraph.graphs.errors import CaptureError, is_user_file
+from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.guard import PLAIN_TENSORS, Journal, Watch, shapes_only, written_tensors
+from packgraph.graphs.output_objects import opened_in
 
 _RETURN = "return it from forward, or register a buffer and copy_ into it"
+_RETURN_FRESH = "make the object in every call, or return its tensors"
 _VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
 _MOST_SHOWN = 20  # tensors whose holder is looked for
 _PATIENCE = 0.5  # seconds; a thread of a collective may hold what it has sent for a moment yet
@@ -100,6 +102,14 @@ class Observation:
                 storage = weakref.ref(result.untyped_storage())
                 (self._tainted.add if tainted else self._tainted.discard)(_storage(result))
             self._made.append(_Made(weakref.ref(result), storage, tuple(result.shape), line, tainted))
+
+    def returned(self, result: Any) -> None:
+        """Captured code has returned this. Raises CaptureError for an object in it that somebody keeps."""
+        for opened in opened_in(result):
+            if opened.is_kept() and gc.collect() >= 0 and opened.is_kept():
+                raise CaptureError(f"forward returns a {opened.build[1].__name__} that it keeps, too: a replay would "
+                                   "return another one", user_line(), _RETURN_FRESH)
+            self._calls.append((("returns", repr(opened.build)), user_line()))
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether captured code has made this tensor."""

@@ -24,6 +24,7 @@ from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.module_state import Change, ModuleState
+from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
@@ -314,7 +315,7 @@ class GraphedModule(Wrapper):
             self.stats.fallbacks[reason] += 1
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
-            leaves = tree_flatten(result)[0]
+            leaves = tree_flatten(open_objects(result))[0]
             seen = self._observed.setdefault(len(leaves), set())
             for number, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
