@@ -13,19 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from packgraph.graphs.errors import CaptureError as CaptureError
+    from packgraph.graphs.errors import PackgraphWarning as PackgraphWarning
+    from packgraph.graphs.fallback import Stats as Stats
     from packgraph.graphs.fallback import eager as eager
+    from packgraph.graphs.graphed import GraphedModule as GraphedModule
+    from packgraph.graphs.graphed import control as control
     from packgraph.graphs.graphed import graph as graph
     from packgraph.graphs.state_kinds import assume_constant as assume_constant
     from packgraph.packing.batch import PackedBatch as PackedBatch
     from packgraph.packing.capacity import Capacity as Capacity
     from packgraph.packing.pack import pack as pack
 
-__all__ = ["Capacity", "CaptureError", "PackedBatch", "assume_constant", "eager", "graph", "pack"]
+__all__ = ["Capacity", "CaptureError", "GraphedModule", "PackedBatch", "PackgraphWarning", "Stats", "assume_constant",
+           "control", "eager", "graph", "pack"]
 __version__ = "0.1.0"
 
-_HOMES = {"Capacity": "packing.capacity", "CaptureError": "graphs.errors", "PackedBatch": "packing.batch",
-          "assume_constant": "graphs.state_kinds", "eager": "graphs.fallback", "graph": "graphs.graphed",
-          "pack": "packing.pack"}
+_HOMES = {"Capacity": "packing.capacity", "CaptureError": "graphs.errors", "GraphedModule": "graphs.graphed",
+          "PackedBatch": "packing.batch", "PackgraphWarning": "graphs.errors", "Stats": "graphs.fallback",
+          "assume_constant": "graphs.state_kinds", "control": "graphs.graphed", "eager": "graphs.fallback",
+          "graph": "graphs.graphed", "pack": "packing.pack"}
 
 
 def __getattr__(name: str) -> Any:

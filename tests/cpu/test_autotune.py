@@ -13,7 +13,7 @@ from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 from packgraph.diagnose.verify import verify
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.forget import forget, forget_all
-from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.graphs.graphed import Control, graph
 from packgraph.graphs.slot import Slots
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
@@ -72,7 +72,7 @@ class Hands:
 
     def __init__(self, monkeypatch, eager, replay) -> None:
         self.seconds = 0.0
-        claim, step = GraphedModule.claim, GraphedStep.__call__
+        claim, step = Control.claim, GraphedStep.__call__
 
         def claiming(module, args, kwargs):
             result = claim(module, args, kwargs)
@@ -84,7 +84,7 @@ class Hands:
             self.seconds += sum(replay(batch.capacity) for batch in batches) / 1000
             return step(whole, tokens_in_step, *batches)
 
-        monkeypatch.setattr(GraphedModule, "claim", claiming)
+        monkeypatch.setattr(Control, "claim", claiming)
         monkeypatch.setattr(GraphedStep, "__call__", stepping)
 
     def read(self) -> float:

@@ -4,7 +4,7 @@ import torch
 from graphkit import Toy, differences, make_toy, poison_free_slots, toy_inputs, toy_loss, train
 from torch import nn
 
-from packgraph.graphs.graphed import graph
+from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.recorder.backend import RecorderWindow
 from packgraph.graphs.slot import Slots
 
@@ -71,7 +71,7 @@ def test_what_forwards_leave_must_not_be_brief_and_the_order_test_sees_it(monkey
 def test_lent_gradients_of_inputs_stay_whole(slots):
     module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     graphed = graph(module, warmup=0, slots=slots)
-    graphed.lends = True
+    control(graphed).lends = True
     for _ in range(4):
         one, up = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
         other = one.detach().clone().requires_grad_()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.graphed import graph
+from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.plan.stages import Stage, run_stages
 
@@ -53,7 +53,7 @@ def make_chain(**options):
 
 def lending(chain, **options):
     graphed = graph(chain, warmup=0, **options)
-    graphed.lends = True
+    control(graphed).lends = True
     return graphed
 
 

@@ -107,7 +107,7 @@ def test_an_eager_stage_that_changes_its_mind_is_seen(stage):
         outs = []
         for _ in range(5):
             out = model(torch.randn(3, 4))
-            out.sum().backward()
+            out.square().sum().backward()
             outs.append(out.detach())
         return [*outs, *(p.grad for p in model.parameters())]
 
@@ -132,19 +132,6 @@ def test_what_an_eager_stage_keeps_or_returns_does_not_change_later():
     for _ in range(3):
         graphed(torch.randn(3, 4))
     assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
-
-
-@pytest.mark.parametrize("call", [
-    lambda loss, x, m: torch.autograd.grad(loss, [x]),
-    lambda loss, x, m: loss.backward(inputs=[x]),
-], ids=["autograd.grad", "backward(inputs=)"])
-def test_partial_backwards_are_refused_and_leave_gradients_alone(call):
-    graphed = graph(One(lambda m, a: m.linear(a).tanh()), warmup=0)
-    x = torch.randn(3, 4, requires_grad=True)
-    loss = graphed(x).sum()
-    with pytest.raises(RuntimeError, match=r"packgraph\.eager"):
-        call(loss, x, graphed)
-    assert graphed.linear.weight.grad is None
 
 
 def test_checkpoint_around_a_graphed_module_runs_it_eagerly():
@@ -200,7 +187,7 @@ def test_not_a_number_and_signed_zeros_are_keys_like_others():
     x = torch.randn(3, 4)
     for factor in (float("nan"), float("nan"), 0.0, -0.0):
         out = graphed(x, factor)
-        out.sum().backward()
+        out.square().sum().backward()
     assert graphed.stats.captured == 3 and torch.equal(out.signbit(), ~(graphed.linear(x) * 0.0).signbit())
 
 
@@ -215,18 +202,6 @@ def test_gradients_in_a_users_flat_buffer_stay_there():
     assert torch.equal(flat[16:], torch.full((4,), 6.0)) and graphed.linear.bias.grad.data_ptr() == flat[16:].data_ptr()
 
 
-def test_a_region_that_warm_up_never_used_says_so():
-    class Two(Three):
-        def end(self, state):
-            return state["x"], state["out"]
-
-    graphed = graph(Two(lambda m, s: s), granularity="layer", scope=["attn", "mlp"], warmup=1)
-    graphed(torch.randn(3, 4))[0].sum().backward()
-    a, b = graphed(torch.randn(3, 4))
-    with pytest.raises(RuntimeError, match="no warm-up step used it"):
-        (a.sum() + b.sum()).backward()
-
-
 def test_memory_layout_is_part_of_the_key():
     function = lambda m, a: m.linear(a) * 2 if a.is_contiguous() else m.linear(a.contiguous()) * 3  # noqa: E731
     eager, graphed = One(function), graph(One(function), warmup=0)
@@ -235,15 +210,6 @@ def test_memory_layout_is_part_of_the_key():
     channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     conv = graph(nn.Conv2d(3, 3, 1), warmup=0)
     assert conv(channels_last).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_parameter_changed_between_forward_and_backward_is_an_error():
-    graphed = graph(One(lambda m, a: m.linear(a)), warmup=0)
-    loss = graphed(torch.randn(3, 4, requires_grad=True)).sum()
-    with torch.no_grad():
-        graphed.linear.weight.mul_(1.5)
-    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
-        loss.backward()
 
 
 def test_microbatches_in_flight_survive_a_recapture_and_a_close():

@@ -91,7 +91,7 @@ def test_weights_get_their_products_in_place_eagerly_and_in_graphs(added):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     (variant,) = module._slots.all[0].variants.values()
     (region,) = variant.regions.values()
-    names = [str(node[0]) for node in region.backward.program if not isinstance(node[0], CompiledCode)]
+    names = [str(node[0]) for node in region.backward.graph.program if not isinstance(node[0], CompiledCode)]
     assert names == ["aten._foreach_add_.List"], "that of the one bias"
 
 

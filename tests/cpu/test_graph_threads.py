@@ -13,10 +13,13 @@ from statekit import One, Staged, X, captured, quietly
 from torch import nn
 
 from packgraph.graphs import exclusive
+from packgraph.graphs import graphed as graphed_module
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import BUSY
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.host_calls import watch_also
+from packgraph.graphs.random_state import Draws
 
 
 @pytest.fixture(autouse=True)
@@ -375,6 +378,37 @@ def test_an_error_that_the_module_swallows_is_raised_all_the_same():
         graph(One(swallows), warmup=0, strict=True)(X)
 
 
+def test_a_thread_of_autograds_is_watched_as_long_as_the_capture():
+    draws, found = Draws([]), []
+
+    def engine(watch, ended):
+        watch(None)
+        try:
+            random.random()
+        except CaptureError as error:
+            found.append(error)
+        watch(None)
+        ended.wait(60)
+        found.append(random.random())
+        found.append(sys.getprofile())
+
+    ended = threading.Event()
+    with pytest.raises(CaptureError), draws.watching():
+        thread = threading.Thread(target=engine, args=(watch_also(), ended))
+        thread.start()
+        while not found:
+            time.sleep(1e-3)
+    ended.set()
+    thread.join()
+    assert isinstance(found[0], CaptureError) and isinstance(found[1], float) and found[2] is None
+
+
+def test_code_is_not_compiled_inside_a_capture(monkeypatch):
+    monkeypatch.setattr(graphed_module, "compile_ahead", lambda *_: None)
+    with pytest.raises(CaptureError, match="does not fit inside the capture"):
+        graph(make_toy(), warmup=0, strict=True, compile="aot_eager")(*toy_inputs(8))
+
+
 def test_a_profiler_goes_on_after_a_capture():
     seen = []
 
@@ -422,3 +456,22 @@ def test_a_generator_moved_in_another_way_is_refused():
 
     with pytest.raises(CaptureError, match=r"Generator\.get_state\(\)"):
         graph(One(forward), warmup=0, strict=True)(X)
+
+
+# ---- what it costs
+
+
+def test_a_call_that_nobody_contends_for_pays_microseconds():
+    launches, calls = exclusive.Launches(torch.device("cpu")), exclusive.Calls(torch.device("cpu"))
+
+    def microseconds(lock, count=2000):
+        times = []
+        for _ in range(9):
+            started = time.perf_counter()
+            for _ in range(count):
+                with lock:
+                    pass
+            times.append(1e6 * (time.perf_counter() - started) / count)
+        return min(times)
+
+    assert microseconds(launches) < 2 and microseconds(calls) < 2

@@ -13,7 +13,7 @@ from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 from packgraph.graphs import memory_trace
 from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.graphed import graph
+from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.packing.capacity import Capacity
 from packgraph.plan.buckets.choose import choose_buckets
@@ -218,7 +218,7 @@ def test_dropped_capacities_are_no_undeclared_ones():
     kept = KeptCapacities([], {CAPACITIES[0]: OVER_BUDGET})
     assert kept and not KeptCapacities([], {}) and list(KeptCapacities(CAPACITIES[::-1], {})) == list(CAPACITIES)
     graphed = graphed_model()
-    graphed.capacities = kept
+    control(graphed).capacities = kept
     assert graphed.claim(arguments(0, CAPACITIES[0]), {}) == OVER_BUDGET
     assert graphed.claim(arguments(0, Capacity(16, 1)), {}) == "capacity not declared"
     assert graphed.claim(arguments(0, Capacity(16, 3)), {}) == "more documents than any capacity"

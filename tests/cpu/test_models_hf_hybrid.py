@@ -27,6 +27,7 @@ MAMBA2 = hybrid("M", num_layers=2, num_heads=1, num_kv_heads=1, head_dim=2, inte
                 qk_norm=False, rope_theta=10_000.0)
 NEMOTRON = hybrid("M-M*-", num_layers=5, rope_theta=10_000.0, activation="relu2", rotary_share=0.0, qk_norm=False,
                   mamba=dataclasses.replace(MAMBA, smallest_step=0.001))
+ALL_MAMBA = dataclasses.replace(NEMOTRON, pattern="M", num_layers=2)  # 24 columns of heads: no multiple of hidden_size
 NEMOTRON3 = dataclasses.replace(
     NEMOTRON, num_layers=4, pattern="MEE*", experts=ExpertConfig(
         count=8, per_token=3, intermediate_size=6, shared=2, score="sigmoid", scaling=2.5, score_bias=True))
@@ -39,6 +40,7 @@ SHAPES = {
     "nemotron_h": NEMOTRON,
     "nemotron_h, clamped steps, long convolution": dataclasses.replace(
         NEMOTRON, pattern="*M-", mamba=dataclasses.replace(MAMBA, smallest_step=0.5, conv_width=5, groups=4)),
+    "nemotron_h, Mamba-2 layers only": ALL_MAMBA,
     "nemotron_h, experts": NEMOTRON3,
     "nemotron_h, experts in groups, weights not normalised, blocks of all kinds": dataclasses.replace(
         NEMOTRON3, pattern="M*E-", experts=dataclasses.replace(
@@ -97,6 +99,25 @@ def theirs(family):
     return transformers.BambaForCausalLM(transformers.BambaConfig(
         **sizes, num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_state=5, mamba_n_groups=2,
         mamba_chunk_size=8))
+
+
+@pytest.mark.parametrize("mamba", [WIDE, MAMBA], ids=["expansion of 2", "no whole expansion"])
+def test_nemotron_h_of_mamba_layers_only_stays_nemotron_h(mamba, tmp_path):
+    """Mamba2ForCausalLM has no attention sizes, other names of tensors and only whole expansions."""
+    config = dataclasses.replace(ALL_MAMBA, mamba=dataclasses.replace(mamba, smallest_step=0.001))
+    save_pretrained(randomised(config, seed=1), tmp_path / "first")
+    model, found = load_pretrained(tmp_path / "first")
+    save_pretrained(model, tmp_path / "second")
+    described = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "second")]
+    assert described[0] == described[1] and found.num_heads == config.num_heads
+    assert described[0]["architectures"] == ["NemotronHForCausalLM"]
+    assert described[0]["model_type"] == "nemotron_h" and described[0]["layers_block_type"] == ["linear_attention"] * 2
+
+
+def test_a_mamba2_stays_mamba2(tmp_path):
+    theirs("mamba2").save_pretrained(tmp_path / "theirs")
+    save_pretrained(load_pretrained(tmp_path / "theirs")[0], tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "mamba2"
 
 
 @pytest.mark.parametrize("family", ["mamba2", "nemotron_h", "nemotron_h with experts", "bamba"])

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import packgraph
-from packgraph.graphs.graphed import graph
+from packgraph.graphs.graphed import control, graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.parallel.links import Links
 from packgraph.parallel.pipeline import Pipeline
@@ -77,7 +77,7 @@ def test_microbatches_that_a_chunk_refuses_stop_a_step_before_it_begins(whole_st
 def test_chunks_that_share_a_parameter_look_at_gradients_in_every_call():
     first, second, third = (graph(nn.Linear(4, 4), warmup=0) for _ in range(3))
     second.module.bias = first.module.bias
-    assert pipeline(first, second, third)._alone == [third]
+    assert pipeline(first, second, third)._alone == [control(third)]
 
 
 class Scored(nn.Module):

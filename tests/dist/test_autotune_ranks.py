@@ -11,7 +11,7 @@ from distkit import run_ranks
 from trainkit import CAPACITIES, tiny, trainer
 
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.graphed import Control
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.train.autotune import FASTER, TIMED, Autotune
@@ -32,14 +32,14 @@ def settings(layout: Layout, **graph):
 
 def run_one(mesh, config, slow_replay, slow_eager):
     """Train on this rank, whose replays and eager calls take longer by these seconds."""
-    claim = GraphedModule.claim
+    claim = Control.claim
 
     def claiming(self, args, kwargs):
         result = claim(self, args, kwargs)
         time.sleep(slow_replay if isinstance(result, Claim) else slow_eager)
         return result
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(GraphedModule, "claim", claiming):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Control, "claim", claiming):
         run = trainer(Path(folder) / "run", config, mesh=mesh)
         summary = run.run(StopRequest())
         weights = {name: local_tensor(value).clone() for name, value in run.model.state_dict().items()}

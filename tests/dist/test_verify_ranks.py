@@ -150,7 +150,7 @@ def test_biases_of_routers_are_compared():
 
 def disturbed_on_the_second_rank(mesh, settings):
     """From the third step on, graphs of rank 1 leave something behind in one gradient buffer."""
-    original = GraphedModule.forward
+    original = GraphedModule.__call__
 
     def forward(self, *args):
         result = original(self, *args)
@@ -158,7 +158,7 @@ def disturbed_on_the_second_rank(mesh, settings):
             dict(self.named_parameters())["norm.weight"].grad.add_(1e-3)
         return result
 
-    with mock.patch.object(GraphedModule, "forward", forward if mesh.rank == 1 else original):
+    with mock.patch.object(GraphedModule, "__call__", forward if mesh.rank == 1 else original):
         return verify_ranks("disturbed", settings, packs, CPU, mesh, one_process=False, budget=budget_of)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.graphed import Control
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.train import executor
 from packgraph.train.autotune import FASTER, TIMED, Clock
@@ -49,13 +49,13 @@ def test_timing_changes_no_number(granularity, tmp_path):
 
 def test_what_launching_costs_is_seen_though_the_device_has_little_to_do(tmp_path, monkeypatch):
     """A host that needs 10 ms for an eager microbatch and nothing for a replay: events alone must show both."""
-    fall_back = GraphedModule.fall_back
+    fall_back = Control.fall_back
 
     def slow(self, reason, args, kwargs):
         time.sleep(0.01)
         return fall_back(self, reason, args, kwargs)
 
-    monkeypatch.setattr(GraphedModule, "fall_back", slow)
+    monkeypatch.setattr(Control, "fall_back", slow)
     choices = train(tmp_path / "tuned", True)[1]["choices"]
     for name in NAMES:
         assert choices[name]["way"] == "replay" and choices[name]["eager_ms"] > 10 > choices[name]["replay_ms"]

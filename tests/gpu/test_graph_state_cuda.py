@@ -1,10 +1,14 @@
 """Python state and random generators under CUDA graphs: what a rehearsal refuses, and what replays advance."""
+import types
+import warnings
+
 import pytest
 import torch
 from statekit import One
 from torch import nn
 
-from packgraph.graphs.errors import CaptureError
+from packgraph.graphs import module_state, tensor_state
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -58,7 +62,7 @@ def test_what_a_graph_would_freeze_is_refused_and_undone(forward, match):
     after = [torch.get_rng_state(), torch.cuda.get_rng_state(), module.held.get_state()]
     assert module.calls == 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     fine = graph(nn.Linear(4, 4).cuda(), warmup=0, strict=True)
-    fine(on_device()).sum().backward()
+    fine(on_device()).square().sum().backward()
     assert fine.stats.replayed == 1
 
 
@@ -76,7 +80,7 @@ def test_a_generator_that_comes_after_wrapping_is_advanced_as_in_eager():
         outputs = []
         for _ in range(4):
             outputs.append(model(on_device()))
-            outputs[-1].sum().backward()
+            outputs[-1].square().sum().backward()
         runs.append([*outputs, module.linear.weight.grad, module.held[0].get_state(), torch.cuda.get_rng_state()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -86,7 +90,7 @@ def test_build_in_evaluation_mode_captures_what_training_calls():
     graphed = graph(module, warmup=0, strict=True).eval()
     graphed.build([(on_device(),)])
     out = graphed.train()(on_device())
-    out.sum().backward()
+    out.square().sum().backward()
     assert not out.any() and graphed.stats.captured == 1
 
 
@@ -94,10 +98,55 @@ def test_a_graphed_module_inside_another_runs_plainly_while_that_is_captured():
     inner = graph(nn.Linear(4, 4).cuda(), warmup=0)
     graphed = graph(nn.Sequential(nn.Linear(4, 4).cuda(), inner), warmup=0, strict=True)
     for _ in range(3):
-        graphed(on_device()).sum().backward()
+        graphed(on_device()).square().sum().backward()
     assert graphed.stats.replayed == 3 and inner.stats.replayed == 0
 
 
 def test_sparse_gradients_are_refused_in_words():
     with pytest.raises(CaptureError, match="sparse tensor"):
         graph(nn.Embedding(10, 4, sparse=True).cuda(), warmup=0, strict=True)(torch.tensor([1, 2], device="cuda"))
+
+
+STATE = {
+    "a namespace": (lambda: One(lambda m, x: m.linear(x) * m.c.scale, c=types.SimpleNamespace(scale=1.0)),
+                    lambda m: setattr(m.c, "scale", 2.0)),
+    "a teacher's storage": (lambda: with_teacher(),
+                            lambda m: setattr(m.held[0].weight, "data", torch.ones(4, 4, device="cuda"))),
+    "a teacher's number": (lambda: with_teacher(), lambda m: setattr(m.held[1], "p", 1.0)),
+}
+
+
+def with_teacher():
+    torch.manual_seed(4)
+    held = [nn.Linear(4, 4).cuda().requires_grad_(False), nn.Dropout(0.0)]
+    return One(lambda m, x: m.linear(x) + m.held[1](m.held[0](x)), held=held)
+
+
+@pytest.mark.parametrize("case", STATE)
+def test_a_change_of_what_forward_reads_is_seen(case):
+    make, change = STATE[case]
+    eager, module = make().cuda(), make().cuda()
+    graphed = graph(module, warmup=1)
+    for model in (eager, graphed):
+        for _ in range(3):
+            model(on_device()).square().sum().backward()
+    change(eager)
+    change(module)
+    for _ in range(3):
+        eager.zero_grad()
+        module.zero_grad()
+        x = torch.randn(3, 4, device="cuda")
+        one = eager(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackgraphWarning)
+            other = graphed(x)
+        one.square().sum().backward()
+        other.square().sum().backward()
+        assert torch.equal(one, other) and torch.equal(eager.linear.weight.grad, module.linear.weight.grad)
+    assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 5
+
+
+def test_the_check_works_by_torchs_own_means_on_a_device():
+    state = module_state.ModuleState(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda())
+    assert module_state.USE_VERSIONS and tensor_state.USE_GUARDS and tensor_state.COUNT_HOOKS
+    assert state._seal.holds() and state.changed() is None

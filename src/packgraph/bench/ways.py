@@ -26,7 +26,7 @@ from packgraph.bench.parts import Work, twin
 from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
 from packgraph.bench.whole_graph import WholeGraph
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.graphed import graph
+from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.models.sizes import head_sizes
 from packgraph.models.stack import DecoderStack
@@ -164,7 +164,8 @@ class Graphed(Way):
         super().__init__(name, work, capacities)
         self.call = self.graphed = graph(work.model, capacities=self.capacities, granularity=granularity, warmup=0,
                                          slots=1, strict=True, scope=scope, compile=compile)
-        self.graphed.lends = work.hidden is not None  # as a pipeline does: gradients of hidden states stay in the slot
+        # As a pipeline does: gradients of hidden states stay in the slot.
+        control(self.graphed).lends = work.hidden is not None
         self.used: dict[Capacity, PackedBatch] = {}
         self.by_autograd = 0
 
@@ -181,6 +182,7 @@ class Graphed(Way):
     def capture(self, batches: Sequence[PackedBatch]) -> None:
         """Capture all shapes and run the first microbatches. After `warm_up`."""
         self.graphed.build([self.work.arguments(batch) for batch in self.used.values()])
+        control(self.graphed).strict = False  # from here on `complaint` says what ran eagerly, when all ranks are done
         super().prepare(batches)
 
     def run(self, batch: PackedBatch) -> Tensor:

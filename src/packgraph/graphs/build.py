@@ -7,8 +7,10 @@ is captured, gradients until the region that reads them is. Nothing of the user'
 aliased, writes are journalled and undone, random generators are put back.
 """
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +23,16 @@ from packgraph.graphs.constants import Constants
 from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.entries import Made, Passed, describe_entries, make_entry, owned_aliases
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, Journal, Watch
-from packgraph.graphs.parameters import Aliases, GradientBuffers, has_hooks, static_gradient
+from packgraph.graphs.output_gradients import KeyGradients, Pattern
+from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
-from packgraph.graphs.region import Input, Output, Region, shown_facts
+from packgraph.graphs.region import Backward, Context, Input, Output, ParameterEdge, Region, shown_facts
+from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.slot import Slot
+from packgraph.graphs.strides import Layout, layout_of
+from packgraph.graphs.uses import Place, Uses
 from packgraph.plan.regions import Run
 from packgraph.plan.stages import State
 
@@ -60,6 +67,7 @@ class _Forward:
     statics: list[Static]
     entries: dict[str, Passed | Made]
     parameters: list[torch.nn.Parameter]
+    uses: Uses
 
 
 @dataclass
@@ -67,12 +75,13 @@ class Variant:
     """The regions of one key in one slot, by the index of their run.
 
     ends: for each of the call's outputs the region and output number it comes from, None for eager code's. direct: how
-    to replay all regions without autograd, where that can be.
+    to replay all regions without autograd, where that can be. version: of what was known of gradients at capture.
     """
 
     regions: dict[int, Region]
     ends: list[tuple[int, int] | None]
     direct: Direct | None
+    version: int
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -81,25 +90,30 @@ class Variant:
 
 
 class VariantBuild:
-    """One build. observed: by how many outputs a call has, the numbers of those that got gradients in warm-up.
+    """One build. gradients: what is known of gradients of calls like this one. changed: whether facts about the module
+    hold no longer that graphs bake.
 
-    lends: gradients of the call's inputs are handed out as static memory. written: tensors from outside that
-    captured forwards write to, as far as the window does not see that itself. constants: those of the rehearsal.
+    calls: entered around eager runs of the module. program: what is run, watched; plain: the same, unwatched. lends:
+    gradients of the call's inputs are handed out as static memory. written: tensors from outside that captured forwards
+    write to, as far as the window does not see that itself. constants: those of the rehearsal.
     """
 
-    def __init__(self, program: Program, slot: Slot, window: Window, aliases: Aliases, buffers: GradientBuffers,
-                 observed: dict[int, set[int]], journal: Journal, lends: bool,
+    def __init__(self, program: Program, plain: Program, slot: Slot, window: Window, aliases: Aliases,
+                 buffers: GradientBuffers, gradients: KeyGradients, changed: Callable[[], object],
+                 calls: AbstractContextManager[object], journal: Journal, lends: bool,
                  written: Sequence[torch.Tensor], constants: Constants) -> None:
-        self.program, self.slot, self.window, self.aliases = program, slot, window, aliases
-        self.buffers, self.observed, self.journal = buffers, observed, journal
+        self.program, self.plain, self.slot, self.window, self.aliases = program, plain, slot, window, aliases
+        self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
+        self.journal = journal
         self.lends, self.written, self.constants = lends, written, constants
+        self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
         self.alive: list[torch.Tensor] = []
         self.made: dict[int, list[torch.Tensor]] = {}
         self.forwards: dict[int, _Forward] = {}
-        self.exposed: set[tuple[int, int]] = set()
+        self.exposed: dict[tuple[int, int], Layout | None] = {}
         self.used_eagerly: set[int] = set()
-        self.arriving: dict[tuple[int, int], list[tuple[torch.Tensor, Static]]] = defaultdict(list)
+        self.arriving: dict[tuple[int, int], list[tuple[int, torch.Tensor, Static]]] = defaultdict(list)
         self.lent: list[torch.Tensor] = []
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
@@ -120,12 +134,15 @@ class VariantBuild:
         result = self.program.end(state)
         check_outputs(result)
         leaves = tree_leaves(result)
-        observed = self.observed.get(len(leaves))
+        if not self.lends:
+            made = {key for key, origin in self.origins.items() if origin.producer is not None}
+            refuse_shared_memory(leaves, self.storages, made)
+        expected = self.gradients.expected(leaves)
         for number, leaf in enumerate(leaves):
             origin = self.origins.get(id(leaf))
             ends.append((origin.producer, origin.number) if origin and origin.producer is not None else None)
-            if not observed or number in observed:
-                self._expose(leaf)
+            if number in expected:
+                self._expose(leaf, expected[number])
         # `leaves` stay: the outputs may be handed out as static memory and be read when the last backward has run.
         del result
         state = {}
@@ -133,12 +150,14 @@ class VariantBuild:
         self.lent = []
         regions = dict(reversed(backwards.items()))
         taken_in = [given.get(id(tensor)) for tensor in self.alive]
-        return Variant(regions, ends, direct_replay(regions, len(self.program.runs), ends, taken_in))
+        direct = direct_replay(regions, len(self.program.runs), ends, taken_in)
+        return Variant(regions, ends, direct, self.gradients.version)
 
-    def _expose(self, leaf: Any) -> None:
+    def _expose(self, leaf: Any, layout: Layout | None = None) -> None:
+        """Expect a gradient for `leaf` from outside of regions. layout: of the gradient, None = that of `leaf`."""
         origin = self.origins.get(id(leaf))
         if origin is not None and origin.producer is not None and leaf.requires_grad:
-            self.exposed.add((origin.producer, origin.number))
+            self.exposed.setdefault((origin.producer, origin.number), layout)
 
     def _run_eagerly(self, run: Run, state: State) -> State:
         """Run uncoloured stages on real data, for which captured forwards run once; note which captured tensors and
@@ -162,24 +181,25 @@ class VariantBuild:
         versions = [leaf._version for leaf in leaves]
         torch.clear_autocast_cache()
         with torch.enable_grad():
-            graph, (result, aliases) = self.window.capture(lambda: self._run_captured(run, shown, leaves))
+            uses = Uses(self.storages)
+            graph, (result, aliases) = self.window.capture(lambda: self._run_captured(run, shown, leaves, uses))
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
         parameters = self._parameters_of(outputs)
         statics = [self.window.static(out) for out in outputs]
         self.forwards[index] = _Forward(run, graph, inputs, facts, leaves, origins, outputs, statics, entries,
-                                        parameters)
+                                        parameters, uses)
         made = self.made[index] = [_leaf(out) for out in outputs]
         for number, tensor in enumerate(made):
             self.origins[id(tensor)] = _Origin(tensor, index, number)
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
 
-    def _run_captured(self, run: Run, shown: State, leaves: list[torch.Tensor]
+    def _run_captured(self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
                       ) -> tuple[State, dict[int, torch.Tensor]]:
         """What a forward graph holds."""
-        with self.constants.handing_out():
+        with uses, self.constants.handing_out():
             result = self.program.run(run, shown)
-        return result, owned_aliases(result, leaves)
+            return result, owned_aliases(result, leaves)
 
     def _static_inputs(self, state: State) -> tuple[State, list[Input], list[torch.Tensor], list[_Origin]]:
         """The state as the region sees it: static tensors, cut from everything before."""
@@ -200,7 +220,9 @@ class VariantBuild:
                 leaves.append(leaf_of[id(tensor)])
                 origins.append(origin)
                 token = ("slot" if origin.producer is None else origin.producer, origin.number)
-                inputs.append(Input(key, position, token, buffer, tensor.requires_grad,
+                memory = Owned(origin.tensor) if origin.producer is None else \
+                    self.forwards[origin.producer].statics[origin.number]
+                inputs.append(Input(key, position, token, memory, buffer, tensor.requires_grad,
                                     lend=self.lends or origin.producer is not None))
             shown[key] = tree_unflatten(flat, spec)
         return shown, inputs, leaves, origins
@@ -222,46 +244,112 @@ class VariantBuild:
 
     def _capture_backward(self, index: int) -> Region:
         forward = self.forwards[index]
-        pairs = zip(forward.statics, forward.outputs, strict=True)
-        outputs = [Output(static, out.requires_grad) for static, out in pairs]
-        name = self.program.describe(forward.run)
-        region = Region(index, name, forward.graph, forward.inputs, outputs, forward.facts, forward.entries)
-        starts, gradients = self._incoming(index, forward, outputs, region)
-        if starts:
-            owned, returned = self._classify(forward.parameters)
-            leaves = list({id(leaf): leaf for leaf in forward.leaves if leaf.requires_grad}.values())
-            region.owned = [(self.aliases.parameter_of[id(a)], self._own(a)) for a in owned]
-            wanted = [*leaves, *owned, *returned]
-            # Autocast ends with the forward: its own operations know what they were cast to.
-            with torch.autocast(self.slot.device.type, enabled=False):
-                landings = self._landings(forward)
-                region.backward, _ = self.window.capture(
-                    lambda: _backward(starts, gradients, wanted, owned, landings), brief=True)
-            self._collect(forward, region, owned, returned, landings)
-        for entry in region.inputs:
-            entry.differentiable = entry.gradient is not None
+        outputs = [Output(static, out.requires_grad)
+                   for static, out in zip(forward.statics, forward.outputs, strict=True)]
+        owned, returned = self._classify(forward.parameters)
+        region = Region(
+            index, self.program.describe(forward.run), forward.graph, forward.inputs, outputs, forward.facts,
+            forward.entries, self._context(forward, {}),
+            ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
+            [self.aliases.parameter_of[id(a)] for a in returned])
+        patterns = self._patterns(index, forward, region)
+        later: dict[Place, torch.Tensor] = {}
+        for number, pattern in enumerate(patterns):
+            region.backwards[pattern], reads = self._capture_pattern(
+                index, forward, pattern, owned, returned, again=number + 1 < len(patterns))
+            later |= reads
+        region.context = self._context(forward, later)
         self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
         self.origins = {key: origin for key, origin in self.origins.items() if origin.producer != index}
         self.made[index], forward.outputs, forward.leaves, forward.origins, forward.statics = [], [], [], [], []
         return region
 
-    def _incoming(self, index: int, forward: _Forward, outputs: list[Output], region: Region
-                  ) -> tuple[list[Any], list[Any]]:
-        """The outputs that get gradients, and where those arrive."""
-        starts, gradients = [], []
-        for number, output in enumerate(outputs):
+    def _context(self, forward: _Forward, later: dict[Place, torch.Tensor]) -> Context:
+        """later: what backwards read from outside."""
+        slot = {leaf.untyped_storage()._cdata for leaf in forward.leaves}
+        first = self._originals(later)
+        reads = first | self._originals({place: t for place, t in forward.uses.reads.items() if place[0] not in slot})
+        writes = self._originals({place: t for place, t in forward.uses.writes.items() if place[0] not in slot})
+        generators = self.slot.backend.generators() if forward.uses.draws else []
+        return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
+                       list(reads.values()), len(first), list(writes.values()), generators)
+
+    def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Tensors by whose versions changes are seen: parameters in place of their aliases, which count alone."""
+        originals: dict[int, torch.Tensor] = {}
+        for (cdata, address), tensor in found.items():
+            chosen: list[torch.Tensor] = [
+                p for start, stop, p in self.aliases.memory.get(cdata, ()) if start <= address < stop]
+            originals.update((id(original), original) for original in chosen or [tensor])
+        return originals
+
+    def _patterns(self, index: int, forward: _Forward, region: Region) -> list[Pattern]:
+        """The patterns of gradients to capture backwards for: those that were learned, or what is expected."""
+        expected: list[Layout | None] = []
+        for number, output in enumerate(region.outputs):
             later = self.arriving[(index, number)]
-            if not output.differentiable or not (later or (index, number) in self.exposed):
+            exposed = (index, number) in self.exposed
+            region.summed = region.summed or len({reader for reader, _, _ in later}) + exposed > 1
+            layout: Layout | None = None
+            if output.differentiable and later:
+                layout = layout_of(later[0][1])
+            elif output.differentiable and exposed:
+                known = self.exposed[(index, number)]
+                layout = layout_of(forward.outputs[number]) if known is None else known
+            expected.append(layout)
+        learned = [pattern for pattern in self.gradients.known(index) if len(pattern) == len(expected)]
+        patterns = learned or [tuple(expected)]
+        # Compiled code gives up what it has saved in its first backward.
+        patterns = patterns[-1:] if self.program.compiler is not None else patterns
+        return [pattern for pattern in patterns if any(layout is not None for layout in pattern)]
+
+    def _capture_pattern(self, index: int, forward: _Forward, pattern: Pattern, owned: list[Any], returned: list[Any],
+                         again: bool) -> tuple[Backward, dict[Place, torch.Tensor]]:
+        """Capture the backward of a pattern. again: another one follows, so the autograd graph stays.
+
+        Returned with what it reads from outside.
+        """
+        incoming = self._incoming(index, forward, pattern)
+        leaves = list({id(leaf): leaf for leaf in forward.leaves if leaf.requires_grad}.values())
+        buffers = {id(alias): self.buffers.buffer(self.aliases.parameter_of[id(alias)]) for alias in owned}
+        for alias in owned:
+            alias.grad = buffers[id(alias)].tensor
+        landings = self._landings(forward)
+        starts = [forward.outputs[number] for number in incoming]
+        uses = Uses(self.storages)
+
+        def run() -> None:
+            with uses:
+                _backward(starts, [gradient for gradient, _ in incoming.values()], [*leaves, *owned, *returned],
+                          owned, landings, again)
+
+        # Autocast ends with the forward: its own operations know what they were cast to.
+        with torch.autocast(self.slot.device.type, enabled=False):
+            graph, _ = self.window.capture(run, brief=True)
+        statics = {number: static for number, (_, static) in incoming.items()}
+        # A parameter that the backward does not reach has no gradient: nothing is added to its `.grad`.
+        reached = [buffer for buffer in buffers.values() if local_tensor(buffer.tensor).data_ptr() in uses.addresses]
+        backward = Backward(graph, statics, [], reached, [])
+        self._collect(index, forward, backward, owned, returned, landings)
+        ours = [*forward.leaves, *(gradient for gradient, _ in incoming.values()),
+                *(local_tensor(buffer.tensor) for buffer in buffers.values()), *(landing for _, landing in landings)]
+        known = {tensor.untyped_storage()._cdata for tensor in ours}
+        return backward, {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
+
+    def _incoming(self, index: int, forward: _Forward, pattern: Pattern) -> dict[int, tuple[torch.Tensor, Static]]:
+        """Where gradients of outputs arrive: where a later region leaves them, or in a buffer of the slot."""
+        incoming: dict[int, tuple[torch.Tensor, Static]] = {}
+        for number, layout in enumerate(pattern):
+            if layout is None:
                 continue
-            region.summed = region.summed or len(later) + ((index, number) in self.exposed) > 1
+            later = [(gradient, static) for _, gradient, static in self.arriving[(index, number)]
+                     if layout_of(gradient) == layout]
             if later:
-                gradient, output.incoming = later[0]
+                incoming[number] = later[0]
             else:
-                gradient = self.slot.buffer(("gradient", index, number), forward.outputs[number])
-                output.incoming = Owned(gradient)
-            starts.append(forward.outputs[number])
-            gradients.append(gradient)
-        return starts, gradients
+                buffer = self.slot.buffer(("gradient", index, number), forward.outputs[number], layout)
+                incoming[number] = buffer, Owned(buffer)
+        return incoming
 
     def _classify(self, aliases: list[Any]) -> tuple[list[Any], list[Any]]:
         """Which parameters the backward graph accumulates itself, and which return their gradient through autograd."""
@@ -274,34 +362,30 @@ class VariantBuild:
         taken = {id(a) for a in owned}
         return owned, [a for a in aliases if id(a) not in taken]
 
-    def _own(self, alias: torch.nn.Parameter) -> torch.Tensor:
-        buffer = self.buffers.buffer(self.aliases.parameter_of[id(alias)])
-        alias.grad = buffer
-        return buffer
-
     def _landings(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs whose gradient is read later than right after the replay, with memory of the slot that takes it in."""
         read_later = {id(leaf): leaf for entry, leaf in zip(forward.inputs, forward.leaves, strict=True)
                       if leaf.requires_grad and entry.lend}
         return [(leaf, self.window.allocate(leaf.detach())) for leaf in read_later.values()]
 
-    def _collect(self, forward: _Forward, region: Region, owned: list[Any], returned: list[Any],
+    def _collect(self, index: int, forward: _Forward, backward: Backward, owned: list[Any], returned: list[Any],
                  landings: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the gradients that the backward left on its leaves."""
         landing_of = {id(leaf): landing for leaf, landing in landings}
         for alias in owned:
             alias.grad = None
         for alias in returned:
-            if alias.grad is not None:
-                region.returned.append((self.aliases.parameter_of[id(alias)], static_gradient(self.window, alias.grad)))
-                alias.grad = None
+            backward.returned.append(None if alias.grad is None else static_gradient(self.window, alias.grad))
+            alias.grad = None
         for entry, leaf, origin in zip(forward.inputs, forward.leaves, forward.origins, strict=True):
-            if leaf.grad is None:
+            if leaf.grad is None:  # or one that another place of the same tensor has taken
+                backward.gradients.append(None)
                 continue
             gradient = landing_of.get(id(leaf), leaf.grad)
-            entry.gradient = self.window.static(gradient)
+            static = self.window.static(gradient)
+            backward.gradients.append(static)
             if origin.producer is not None:
-                self.arriving[(origin.producer, origin.number)].append((gradient, entry.gradient))
+                self.arriving[(origin.producer, origin.number)].append((index, gradient, static))
             elif entry.lend:  # read when the last backward has run: none of those to come may take its memory
                 self.lent.append(gradient)
             leaf.grad = None
@@ -326,12 +410,12 @@ def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[in
 
 
 def _backward(starts: list[Any], gradients: list[Any], wanted: list[Any], owned: list[Any],
-              landings: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+              landings: list[tuple[torch.Tensor, torch.Tensor]], again: bool) -> None:
     """What a backward graph holds."""
     accumulator = Accumulator(owned)
     try:
         accumulator.begin()
-        torch.autograd.backward(starts, gradients, inputs=wanted)
+        torch.autograd.backward(starts, gradients, inputs=wanted, retain_graph=again)
         accumulator.end()
     finally:
         accumulator.drop()

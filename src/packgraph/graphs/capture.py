@@ -29,45 +29,50 @@ from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
 from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.exclusive import one_capture
+from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
+from packgraph.graphs.host_calls import watch_also
 from packgraph.graphs.module_state import ModuleState
-from packgraph.graphs.parameters import GradientBuffers, aliased_parameters, module_generators
+from packgraph.graphs.output_gradients import KeyGradients
+from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
-from packgraph.graphs.slot import Slot
 from packgraph.graphs.reached import Remembered, refuse_changes
+from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
+from packgraph.graphs.slot import Slot
 from packgraph.plan.memory.bank import Lifetime
 
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
 # where it expected a number raises one of the others. Anything else is not ours to interpret.
-Observed = dict[int, set[int]]
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
 @contextlib.contextmanager
-def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | None = None) -> Iterator[Journal]:
+def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | None = None,
+           watched: bool = True) -> Iterator[Journal]:
     """Undo every effect on tensors, random generators and the module's Python state when the block ends.
 
-    effects: of the module, if somebody else tells it where eager code runs. Raises CaptureError, after undoing all,
+    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls of Python code are
+    looked at, which slows compilers down. Raises CaptureError, after undoing all,
     when the block has changed Python state that a replay would not change.
     """
     with one_capture():
-        yield from _undone(module, backend, effects or HostEffects(module))
+        yield from _undone(module, backend, effects or HostEffects(module), watched)
 
 
-def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects) -> Iterator[Journal]:
+def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects, watched: bool) -> Iterator[Journal]:
     journal = Journal()
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
     collecting = gc.isenabled()
     gc.disable()
     torch.clear_autocast_cache()
-    with torch.no_grad():
-        for buffer in module.buffers():
-            journal.before_write(buffer)
     effects.begin(generators)
+    with torch.no_grad():
+        for buffer in effects.buffers():
+            journal.before_write(buffer)
     journal.draws = effects.draws
     try:
-        with known_generators(generators), effects.draws.watching():
+        with known_generators(generators), effects.draws.watching() if watched else contextlib.nullcontext():
             yield journal
         effects.check()
     finally:
@@ -90,13 +95,15 @@ class Rehearsal(NamedTuple):
     constants: Constants
 
 
-def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, observed: Observed,
-                    lends: bool, args: tuple[Any, ...], kwargs: dict[str, Any], rehearsal: Rehearsal,
-                    lifetimes: list[Lifetime] | None = None) -> Variant:
+def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, gradients: KeyGradients,
+                    changed: Callable[[], object], calls: contextlib.AbstractContextManager[object], lends: bool,
+                    args: tuple[Any, ...], kwargs: dict[str, Any],
+                    rehearsal: Rehearsal, lifetimes: list[Lifetime] | None = None) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
-    rehearsal: of the same call. lifetimes: of a trial, gets what is allocated in the slot's pools, which are empty,
-    oldest first. Raises CaptureError; nothing has changed then.
+    gradients: what is known of the gradients of such calls. changed: whether facts about the module hold no longer that
+    graphs bake. calls: entered around eager runs of the module. rehearsal: of the same call. lifetimes: of a trial, gets
+    what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has changed then.
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
@@ -104,15 +111,16 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         watched = ObservedProgram(program, effects)
         backend.lanes.memories.let_go()
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
-            build = VariantBuild(watched, slot, window, aliases, buffers, observed, journal, lends, rehearsal.written,
-                                 rehearsal.constants)
+            build = VariantBuild(watched, program, slot, window, aliases, buffers, gradients, changed, calls,
+                                 journal, lends,
+                                 rehearsal.written, rehearsal.constants)
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
         return variant
 
 
-def rehearse(program: Program, backend: Backend, observed: Observed,
+def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
              args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     """Run forward and backward, watched, and forward again, and compare.
 
@@ -121,29 +129,29 @@ def rehearse(program: Program, backend: Backend, observed: Observed,
     """
     around, state = Remembered(program.module), ModuleState(program.module)
     try:
-        return _compared(program, backend, observed, args, kwargs)
+        return _compared(program, backend, gradients, args, kwargs)
     except CaptureError:
         program.assigned |= state.moved()  # eager calls do that too: no reason to try again
         around.restore()
         raise
 
 
-def _compared(program: Program, backend: Backend, observed: Observed,
+def _compared(program: Program, backend: Backend, gradients: KeyGradients,
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less."""
     seen = Observation(Constants(), is_first=True)
-    _once(program, backend, observed, args, kwargs, backend.warm_up, seen)
+    _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
     seen.check_gone()
     for _ in range(2):
         before, seen = seen, Observation(Constants())
-        rehearsal = _once(program, backend, observed, args, kwargs, backend.warm_up, seen)
+        rehearsal = _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
         seen.check_gone()
         if seen.has_called_as(before):
             return rehearsal if backend.guard_device else Rehearsal([], [], rehearsal.constants)
     raise seen.difference(before)
 
 
-def compile_ahead(program: Program, backend: Backend, observed: Observed,
+def compile_ahead(program: Program, backend: Backend, gradients: KeyGradients,
                   args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run forward and backward once, watched and undone, so that all compiled code is there before a call needs it.
 
@@ -154,22 +162,24 @@ def compile_ahead(program: Program, backend: Backend, observed: Observed,
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         if program.compiler is not None:
             stack.enter_context(program.compiler.counting())
-        _once(program, backend, observed, args, kwargs, lambda work: work(), Observation(Constants(), is_first=True))
+        _once(program, backend, gradients, args, kwargs, lambda work: work(), Observation(Constants(), is_first=True),
+              watched=False)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _once(program: Program, backend: Backend, observed: Observed, args: tuple[Any, ...], kwargs: dict[str, Any],
-          how: Callable[[Callable[[], None]], None], seen: Observation) -> Rehearsal:
-    """Have `how` run forward and backward, undone; what captured code has used from outside. seen: is told the rest."""
+def _once(program: Program, backend: Backend, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any],
+          how: Callable[[Callable[[], None]], None], seen: Observation, watched: bool = True) -> Rehearsal:
+    """Have `how` run forward and backward, undone; what captured code has used from outside. seen: is told the rest.
+    watched: whether draws of random numbers on the host are looked for."""
     effects = HostEffects(program.module, program.volatile, program.assigned)
-    watched = ObservedProgram(program, effects)
-    with explained(), undone(program.module, backend, effects) as journal, \
+    shown = ObservedProgram(program, effects)
+    with explained(), undone(program.module, backend, effects, watched) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
         parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
-        run = _Run(watched, effects, backend, observed, journal, parameters, seen)
+        run = _Run(shown, effects, backend, gradients, journal, parameters, seen)
         how(lambda: found.append(run(args, kwargs)))
         return found[0]
 
@@ -181,18 +191,16 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         if there:
-            stack.enter_context(compiled_stages())
-        if there and fixed:
-            stack.enter_context(torch.compiler.set_stance("fail_on_recompile"))
+            stack.enter_context(compiled_stages(fixed))
         yield
 
 
 class _Run:
     """A watched run of `program`, whose parameters have aliases: `parameters`."""
 
-    def __init__(self, program: Program, effects: HostEffects, backend: Backend, observed: Observed, journal: Journal,
-                 parameters: list[Any], seen: Observation) -> None:
-        self.program, self.effects, self.observed, self.journal, self.seen = program, effects, observed, journal, seen
+    def __init__(self, program: Program, effects: HostEffects, backend: Backend, gradients: KeyGradients,
+                 journal: Journal, parameters: list[Any], seen: Observation) -> None:
+        self.program, self.effects, self.gradients, self.journal, self.seen = program, effects, gradients, journal, seen
         self.parameters, self.buffers = parameters, list(program.module.buffers())
         self.device, self.device_type = backend.guard_device, backend.device_type
         self.where = forward_line(program.module)
@@ -232,8 +240,9 @@ class _Run:
                     "but is no registered parameter of the module", user_line(),
                     "register it (nn.Parameter attribute or register_parameter), or pass it as an argument")
         staged = {t.untyped_storage()._cdata for t in given}
-        self.read |= {key: tensor for key, tensor in watch.external.items() if key not in staged}
-        self.written |= {key: tensor for key, tensor in watch.written.items() if key not in staged}
+        inside = staged | self.seen.storages()  # an earlier run of stages may have made what this one reads
+        self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
+        self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
         return with_lengths(state, shown, result)
 
     def _eager(self, run: Any, state: Any) -> Any:
@@ -243,9 +252,7 @@ class _Run:
         return state
 
     def _backward(self, leaves: list[Any], inputs: list[torch.Tensor]) -> None:
-        used = self.observed.get(len(leaves)) or range(len(leaves))
-        ends = [leaves[number] for number in used if isinstance(leaves[number], torch.Tensor)
-                and leaves[number].requires_grad]
+        ends = [leaves[number] for number in self.gradients.expected(leaves)]
         wanted = [t for t in [*self.parameters, *inputs] if t.requires_grad]
         if not ends or not wanted:
             return
@@ -253,6 +260,9 @@ class _Run:
         # Hooks that eager stages have registered may do what they like: they run at every replay, too.
         watch = ObservingWatch(self.journal, self.device, self.seen, forward=False) if whole \
             else Watch(self.journal, refuse=True, device=self.device)
+        if self.device_type == "cuda":
+            for end in ends:
+                end.register_hook(watch_also())
         with self._unchanged() if whole else contextlib.nullcontext(), HostReadGuard(self.device), watch, \
                 torch.autocast(self.device_type, enabled=False):
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
@@ -284,6 +294,6 @@ def explained() -> Iterator[None]:
     except USER_ERRORS as error:
         what = str(error).strip().split("\n")[0] or type(error).__name__
         raise CaptureError(f"{type(error).__name__} while capturing: {what}", raised_line(error.__traceback__),
-                           LEAVE_OUT) from error
+                           FREE_MEMORY if is_out_of_memory(error) else LEAVE_OUT) from error
 
 

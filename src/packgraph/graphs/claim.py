@@ -15,7 +15,8 @@ from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.output_objects import close_objects
 from packgraph.graphs.program import Program
-from packgraph.graphs.region import Homes, accepts, replay_region
+from packgraph.graphs.region import Homes, accepts
+from packgraph.graphs.replay import replay_region
 from packgraph.graphs.slot import Ticket
 from packgraph.graphs.steady import call_tensors
 from packgraph.plan.stages import State
@@ -89,7 +90,7 @@ class Claim:
         end = self.variant.ends[number]
         if end is None:
             return None
-        incoming = self.variant.regions[end[0]].outputs[end[1]].incoming
+        incoming = self.variant.regions[end[0]].incoming(end[1])
         return incoming.tensor if isinstance(incoming, Owned) else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -108,7 +109,7 @@ class Claim:
         for index, run in enumerate(self.program.runs):
             region = self.variant.regions.get(index)
             if region is not None and was_eager and not accepts(region, state, homes):
-                self.stats.fallbacks[fallback.OTHER_STATE] += 1
+                self.stats.fell_back(fallback.OTHER_STATE)
                 region = None
             if region is None:
                 state = self.program.run(run, _own_copies(state, homes))
@@ -119,12 +120,21 @@ class Claim:
         if self.lends:
             return close_objects(result)
         with self.ticket.slots.launches:
-            return close_objects(tree_map(lambda leaf: _left(leaf, homes), result))
+            return close_objects(_left(result, homes))
 
 
-def _left(leaf: Any, homes: Homes) -> Any:
-    """What leaves the call: never static memory, nor a view of it."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and homes.shares(leaf) else leaf
+def _left(result: Any, homes: Homes) -> Any:
+    """What leaves the call: never static memory, nor a view of it. One tensor in several places stays one."""
+    clones: dict[int, torch.Tensor] = {}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not homes.shares(leaf):
+            return leaf
+        if id(leaf) not in clones:
+            clones[id(leaf)] = leaf.clone()
+        return clones[id(leaf)]
+
+    return tree_map(own, result)
 
 
 def _own_copies(state: State, homes: Homes) -> State:

@@ -1,4 +1,5 @@
 """Names that code reads: globals, attributes and imports, nested functions included."""
+
 import dis
 import functools
 import importlib.util
@@ -15,7 +16,8 @@ _LIBRARIES = ("torch", "numpy", "triton")
 
 
 class Reads(NamedTuple):
-    """names: globals. attributes: of anything, and strings that may be names of attributes. imports: (level, name)."""
+    """names: globals. attributes: of anything, and strings that may be names of attributes.
+    imports: (level, name)."""
 
     names: frozenset[str]
     attributes: frozenset[str]
@@ -34,16 +36,24 @@ def reads_of(code: types.CodeType) -> Reads:
             imports.add((level, step.argval))
         elif step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST")):
             constants.append(step.argval)
-    attributes = {*code.co_names, *(value for value in code.co_consts if isinstance(value, str) and len(value) < 64)}
+    attributes = {
+        *code.co_names,
+        *(value for value in code.co_consts if isinstance(value, str) and len(value) < 64),
+    }
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             more = reads_of(inner)
-            names, attributes, imports = names | more.names, attributes | more.attributes, imports | more.imports
+            names, attributes, imports = (
+                names | more.names,
+                attributes | more.attributes,
+                imports | more.imports,
+            )
     return Reads(frozenset(names), frozenset(attributes), frozenset(imports))
 
 
 def imported(level: int, name: str, package: str | None) -> list[types.ModuleType]:
-    """The loaded modules that an import statement makes readable: `a.b` binds `a`, or what `from a.b` names."""
+    """The loaded modules that an import statement makes readable: `a.b` binds `a`, or what `from
+    a.b` names."""
     full = importlib.util.resolve_name("." * level + name, package) if level and package else name
     found = (sys.modules.get(part) for part in {full, full.partition(".")[0]})
     return [module for module in found if module is not None]
@@ -51,14 +61,47 @@ def imported(level: int, name: str, package: str | None) -> list[types.ModuleTyp
 
 @functools.lru_cache(maxsize=8192)
 def is_library(name: str) -> bool:
-    """Whether the Python module `name` belongs to torch, numpy, packgraph or the standard library: what it holds is
-    taken as it is."""
+    """Whether the Python module `name` belongs to torch, numpy, packgraph or the standard
+    library: what it holds is taken as it is."""
     if name in sys.builtin_module_names or name.partition(".")[0] in _LIBRARIES:
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and (file.startswith(_PACKGRAPH) or not is_user_file(file))
 
 
+@functools.lru_cache(maxsize=8192)
+def is_installed(name: str) -> bool:
+    """Whether the Python module `name` is a library's or comes from an installed package: nobody
+    rewrites its functions in place, and its globals seldom change."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return is_library(name) or "site-packages" in file or "dist-packages" in file
+
+
 def is_library_class(kind: type) -> bool:
     """Whether a class comes from a library or from C."""
     return is_library(kind.__module__)
+
+
+CALLED_BY_MACHINERY = frozenset({"forward", "begin", "stages", "end"})
+_NOT_IN_CALLS = frozenset({
+    "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
+    "__init_subclass__", "__class_getitem__", "__copy__", "__deepcopy__", "__setattr__",
+    "__delattr__", "__dir__", "__sizeof__",
+})  # fmt: skip
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+
+
+def is_implicit(name: str, made: bool) -> bool:
+    """Whether code may call a method of this name without naming it. made: code makes instances."""
+    return name.startswith("__") and name not in _NOT_IN_CALLS and (made or name not in _MAKING)
+
+
+def function_of(value: Any) -> types.FunctionType | None:
+    """The Python function behind a method, a property, a cache and so on."""
+    for _ in range(8):
+        if isinstance(value, types.FunctionType):
+            return value
+        names = ("__func__", "fget", "func", "__wrapped__")
+        found = (getattr(value, name, None) for name in names)
+        value = next((inner for inner in found if inner is not None), None)
+    return None

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from packgraph.graphs import shared_gradients
 from packgraph.graphs.backend import Graph, Static
-from packgraph.graphs.parameters import GradientBuffers
+from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.slot import Ticket
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Direct:
     out: Static
     incoming: Static
     gradients: dict[int, Static]
-    owned: list[tuple[torch.nn.Parameter, torch.Tensor]]
+    owned: list[GradientBuffer]
     attached: object = field(default=None)
 
     def forward(self, tensors: Sequence[torch.Tensor], ticket: Ticket) -> torch.Tensor:
@@ -60,6 +59,7 @@ class Direct:
 
         steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once per block.
         """
+        asked = self.owned if ticket.slots.launches.shared else []
         with ticket.slots.launches as launches:
             ticket.start_backward(0)
             target = self.incoming.tensor
@@ -67,16 +67,17 @@ class Direct:
                 target.fill_(1)
             elif gradient.data_ptr() != target.data_ptr():
                 target.copy_(gradient)
-            apart = shared_gradients.begin(self.owned) if launches.shared else []
+            separate = SeparateGradients(asked)
             known = launches.shared or (steady is not None and self.attached is steady)
-            kept = [] if known else GradientBuffers.attach(self.owned)
+            aside = [] if known else attach(self.owned)
             for graph in self.backwards:
                 graph.replay()
-            GradientBuffers.give_back(kept)
-            sums = shared_gradients.taken(apart)
-            self.attached = None if kept or launches.shared else steady
+            settle(aside)
+            found = separate.take()
+            self.attached = None if aside or launches.shared else steady
             ticket.finish_backward(0)
-        shared_gradients.add(apart, sums)
+        if asked:
+            torch.autograd.backward([buffer.parameter for buffer in asked], found)
 
 
 def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: Sequence[int | None]) -> Direct | None:
@@ -87,26 +88,27 @@ def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: 
     """
     if len(regions) != runs or len(ends) != 1 or ends[0] is None or any(number is None for number in tensors):
         return None
-    if any(region.returned or region.summed for region in regions.values()):
+    if any(region.returned or region.summed or len(region.backwards) > 1 for region in regions.values()):
         return None
-    last = regions[ends[0][0]].outputs[ends[0][1]]
+    producer, output = ends[0]
+    last, incoming = regions[producer].outputs[output], regions[producer].incoming(output)
     backwards = [region.backward for _, region in sorted(regions.items(), reverse=True) if region.backward is not None]
-    if last.incoming is None or not backwards:
+    if incoming is None or not backwards:
         return None
     copies: list[tuple[int, torch.Tensor, int]] = []
     gradients: dict[int, Static] = {}
     for region in regions.values():
-        for entry in region.inputs:
+        for place, entry in enumerate(region.inputs):
             if entry.token[0] != "slot":
                 continue
             number = tensors[entry.token[1]]
             assert number is not None
             if entry.buffer is not None:
                 copies.append((number, entry.buffer, entry.buffer.data_ptr()))
-            if entry.gradient is not None:
+            gradient = region.backward.gradients[place] if region.backward is not None else None
+            if gradient is not None:
                 if number in gradients or not entry.lend:
                     return None
-                gradients[number] = entry.gradient
-    owned = [pair for region in regions.values() for pair in region.owned]
-    return Direct([region.forward for region in regions.values()], backwards, copies, last.static, last.incoming,
-                  gradients, owned)
+                gradients[number] = gradient
+    return Direct([region.forward for region in regions.values()], [backward.graph for backward in backwards], copies,
+                  last.static, incoming, gradients, [buffer for backward in backwards for buffer in backward.owned])

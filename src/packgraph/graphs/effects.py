@@ -80,12 +80,16 @@ class HostEffects:
         self.module = module
         self.volatile: set[Mark] = set() if volatile is None else volatile
         self.assigned: set[Mark] = set() if assigned is None else assigned
+        self._state = ModuleState(module)  # what eager code may change beside the module's own attributes
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
         """Remember everything. generators: those that captured code may draw from."""
         self._before = self._expected = self._contents()
         self.draws = Draws(generators)
-        self._state: ModuleState | None = None  # what eager code may change beside the module's own attributes
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the module, and of modules that it holds without having them registered."""
+        return [buffer for owner in self._state.owners for buffer in owner._buffers.values() if buffer is not None]
 
     def undo(self) -> None:
         """Put back what Python code has changed."""
@@ -113,8 +117,6 @@ class HostEffects:
         """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
         self.check(parameters_too=False)
         before = self._contents()
-        if self._state is None:
-            self._state = ModuleState(self.module)
         self._state.moved()
         with self.draws.allowed():
             yield

@@ -7,8 +7,10 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +23,7 @@ _TYPED_IN = ("<stdin>", "<ipython", "<input>", "<string>", "<console>")
 
 
 class PackgraphWarning(UserWarning):
-    """Something the user should know once: a fallback after a failed capture, a recapture."""
+    """Something the user should know once: a fallback that nobody asked for, a failed capture, a recapture."""
 
 
 class CaptureError(RuntimeError):
@@ -35,6 +37,14 @@ class CaptureError(RuntimeError):
         self.what, self.where, self.remedy = what, where, remedy
 
 
+def described(given: Any) -> str:
+    """What was given where a module was wanted, and what to give instead."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}: pass an instance of it, {given.__name__}(...)"
+    kind = "a function" if callable(given) else f"an object of type {type(given).__name__}"
+    return f"{kind} ({given!r:.80}): pass the module whose calls are to be captured, with this work in its forward"
+
+
 def is_user_file(name: str) -> bool:
     if name.startswith("<"):
         return name.startswith(_TYPED_IN)
@@ -43,14 +53,39 @@ def is_user_file(name: str) -> bool:
     return not (name.startswith(_STDLIB) and "site-packages" not in name)
 
 
-def user_line(frame: FrameType | None = None) -> str:
-    """`file.py:LINE in function` of the innermost user frame of the running call stack."""
+class Place(NamedTuple):
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+def user_place(frame: FrameType | None = None) -> Place | None:
+    """The innermost user frame of the running call stack."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
-    return "the autograd engine"
+    return None
+
+
+def user_line(frame: FrameType | None = None) -> str:
+    """`file.py:LINE in function` of the innermost user frame of the running call stack."""
+    return str(user_place(frame or sys._getframe(1)) or "the autograd engine")
+
+
+def warn(message: str, place: Place | None = None) -> None:
+    """Warn at the user's line. Whoever warns sees to it that it is once: Python would take two modules for one."""
+    place = place or user_place()
+    if place is None:
+        warnings.warn(message, PackgraphWarning, stacklevel=3)
+    else:
+        warnings.warn_explicit(message, PackgraphWarning, place.file, place.line)
 
 
 def raised_line(trace: TracebackType | None) -> str:

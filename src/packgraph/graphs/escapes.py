@@ -115,6 +115,10 @@ class Observation:
         """Whether captured code has made this tensor."""
         return any(made.tensor() is tensor for made in self._made)
 
+    def storages(self) -> set[int]:
+        """The storages that captured code has made and that live yet."""
+        return {living._cdata for made in self._made if made.storage is not None and (living := made.storage()) is not None}
+
     def check_gone(self) -> None:
         """Raise CaptureError if a tensor of the rehearsal lives on, though nothing that it returned does."""
         left = self._left()
@@ -151,7 +155,9 @@ class Observation:
             if not left:
                 return []
             if not ends:
-                ends = time.monotonic() + (_PATIENCE if torch.distributed.is_initialized() else 0.0)
+                threads = torch.distributed.is_initialized() or torch.cuda.is_initialized()
+                ends = time.monotonic() + (_PATIENCE if threads else 0.0)
+                _let_engine_go()
                 gc.collect()  # a cycle may hold it
             elif time.monotonic() > ends:
                 return left
@@ -236,3 +242,10 @@ def _holder(tensor: torch.Tensor | None) -> str:
         elif isinstance(holder, list | deque | set):
             return f", into a {type(holder).__name__} of {len(holder)} entries"
     return ""
+
+
+def _let_engine_go() -> None:
+    """Give autograd's thread of the device another backward: it holds on to its last one until then."""
+    if torch.cuda.is_initialized():
+        with torch.enable_grad():
+            torch.zeros(1, device="cuda", requires_grad=True).sum().backward()

@@ -4,7 +4,7 @@ The memory of a pool belongs to all graphs in it, so it is free only when the sl
 """
 from typing import Any
 
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.signature import signature
 
 
@@ -14,17 +14,19 @@ def forget(graphed: GraphedModule, args: tuple[Any, ...]) -> int:
     The device must have ended what it was given, and no microbatch may be in flight. A later call captures again.
     Raises RuntimeError when a slot is in flight.
     """
-    call = signature(args, {}, graphed.device)
-    return 0 if call is None else graphed._slots.drop(call.key)
+    own = control(graphed)
+    call = signature(args, {}, own.device)
+    return 0 if call is None else own._slots.drop(call.key)
 
 
 def forget_code(graphed: GraphedModule) -> None:
     """Whatever is compiled is tried out once more before the next capture: on another rank that has failed, and ranks
     that exchange data in it must all begin at the same point again."""
-    graphed._coded.clear()
+    control(graphed)._coded.clear()
 
 
 def forget_all(graphed: GraphedModule) -> int:
     """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager calls."""
-    graphed._rehearsed.clear()  # the tensors that graphs use, kept for them
-    return graphed._slots.clear()
+    own = control(graphed)
+    own._rehearsed.clear()  # the tensors that graphs use, kept for them
+    return own._slots.clear()

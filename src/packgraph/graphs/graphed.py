@@ -6,33 +6,41 @@ it if not; copy in, replay, clone out. Every branch that ends in eager execution
 import contextlib
 import threading
 import time
-import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
-from packgraph.graphs import fallback, saved_tensors, shared_gradients
+from packgraph.graphs import fallback
+from packgraph.graphs.arguments import detail
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.errors import CaptureError, PackgraphWarning, user_line
+from packgraph.graphs.errors import CaptureError, described, user_line, warn
 from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.module_state import Change, ModuleState
+from packgraph.graphs.notices import Notices
+from packgraph.graphs.output_gradients import OutputGradients
 from packgraph.graphs.output_objects import open_objects
-from packgraph.graphs.parameters import GradientBuffers, are_leaves, module_generators
+from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
+from packgraph.graphs.retries import Retries, is_out_of_memory
+from packgraph.graphs.shared_gradients import share
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.steady import Steady
+from packgraph.graphs.surroundings import is_traced, reason_around
+from packgraph.graphs.unused import free_unused
 from packgraph.graphs.vote import Vote, alone, call_name
-from packgraph.graphs.wrapper import Wrapper, as_in_training
+from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 
 MAX_KEYS = 64
@@ -60,14 +68,39 @@ def graph(
     code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A mapping holds
     options of Inductor, as torch.compile takes them; a string names another compiler (`aot_eager` for tests).
 
-    Raises ValueError for an illegal scope, backend, compiler or count, with all reasons; CaptureError if `strict` and
-    the module cannot be captured at all (DistributedDataParallel, fully sharded parameters, module hooks).
+    Raises TypeError for what is no module; ValueError for an illegal scope, backend, compiler or count, with all
+    reasons; CaptureError if `strict` and the module cannot be captured at all (DistributedDataParallel, fully sharded
+    parameters, module hooks).
     """
-    return GraphedModule(module, capacities, backend, warmup, slots, strict, scope, granularity, compile)
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
+    return GraphedModule(module, Control(module, capacities, backend, warmup, slots, strict, scope, granularity,
+                                         compile))
+
+
+def control(graphed: torch.nn.Module) -> "Control":
+    """What wraps the module of `graphed`, by whatever names the module itself may have.
+
+    Raises TypeError for anything but what `graph` has returned.
+    """
+    if not isinstance(graphed, GraphedModule):
+        raise TypeError("packgraph.control wants the module that packgraph.graph returned, not "
+                        f"an object of type {type(graphed).__name__}")
+    found: Control = control_of(graphed)
+    return found
 
 
 class GraphedModule(Wrapper):
-    """What `packgraph.graph` returns: behaves as the module it wraps (parameters, state_dict, train and eval).
+    """What `packgraph.graph` returns: behaves as the module it wraps, whose names are its names; a call replays.
+
+    Names that the module does not have are those of its `Control`: `graphed.stats`, `graphed.close()`. Setting and
+    deleting always reaches the module. `forward` is the module's own: replacing it takes effect at the next call,
+    calling it runs the module without graphs.
+    """
+
+
+class Control:
+    """What stands behind a graphed module: its slots, graphs and counts. Calling it is calling the graphed module.
 
     stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its slots; outputs and the
     gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones. vote:
@@ -77,12 +110,12 @@ class GraphedModule(Wrapper):
     def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str,
                  warmup: int, slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str,
                  compile: bool | str | Mapping[str, Any] = False) -> None:
-        super().__init__(module)
+        self.module = module
         if warmup < 0 or (slots is not None and slots < 1):
             raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
         self.capacities = () if capacities is None else read_capacities(capacities)
-        self.strict = strict
-        self.stats = Stats()
+        self._notices = Notices(type(module).__name__, strict, warmup)
+        self.stats = Stats(_notice=self._notices.fell_back)
         self._program = Program(module, scope, granularity, choose_compiler(compile, self.stats))
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
@@ -91,7 +124,7 @@ class GraphedModule(Wrapper):
         self._buffers_of_gradients = GradientBuffers()
         self._fingerprint: ModuleState | None = None
         self._warm_calls_left = warmup
-        self._observed: dict[int, set[int]] = {}
+        self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = threading.RLock()  # of what is written down here; nobody runs the module with it
         self._calls = Calls(self.device)
         self._rehearsed: dict[Hashable, Rehearsal] = {}
@@ -101,10 +134,21 @@ class GraphedModule(Wrapper):
         self._steady: Steady | None = None
         self.lends = False
         self.vote: Vote = alone
+        self._forward_of_class = type(module).forward
+        self._retries = Retries()
+        weakref.finalize(self, self._notices.end)
         self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
         self._refusal: Refusal | None = None
-        self._seal()
         self._ask_for_refusal()
+
+    @property
+    def strict(self) -> bool:
+        """Whether a call that would run eagerly, though nobody asked for that, raises CaptureError."""
+        return self._notices.strict
+
+    @strict.setter
+    def strict(self, strict: bool) -> None:
+        self._notices.strict = strict
 
     @property
     def capture_backend(self) -> Backend:
@@ -121,8 +165,11 @@ class GraphedModule(Wrapper):
         """Name of the backend in use."""
         return self._backend.name
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where possible, eagerly otherwise."""
+        if is_traced():  # whatever follows is no part of what is traced
+            self.stats.fell_back(fallback.TRACED)
+            return self.module(*args, **kwargs)
         claim = self.claim(args, kwargs)
         if isinstance(claim, str):
             return self.fall_back(claim, args, kwargs)
@@ -135,32 +182,29 @@ class GraphedModule(Wrapper):
         """
         with self._calls:
             if self._calls.shared and not self._slots.launches.shared:
-                self._share()
+                share(self._buffers_of_gradients, self._slots.launches)
             known = self._steady.recall(args, kwargs) if self._steady is not None else None
             reason = self._reason_for_eager(args, kwargs) if known is None else None
             if reason is not None:
                 return reason
-            claim = self._claim(known, args, kwargs)
-            if claim is None:
-                with self._calls.capture() as free:
-                    claim = self._claim(known, args, kwargs) if free else None
-            return fallback.BUSY if claim is None else claim
+            with self._lock:
+                call = self._look(args, kwargs) if known is None else known
+                found = call if isinstance(call, str) else self._take(call, args, kwargs)
+            if isinstance(call, str):
+                return call
+            if found is None:
+                with self._calls.capture() as free, self._lock:
+                    found = self._take(call, args, kwargs) if free else fallback.BUSY
+            assert found is not None, "who may capture does"
+            if known is None and self._steady is not None and isinstance(found, Claim):
+                self._steady.learn(args, kwargs, call)
+            return found
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
         """Within the block no other thread runs the module, for captures; gives False if they do not leave in time."""
         return self._calls.capture()
 
-    def _share(self) -> None:
-        """Several threads train with the module."""
-        self._slots.launches.shared = self._buffers_of_gradients.shared = True
-        shared_gradients.let_go(self._buffers_of_gradients.pairs(), self._slots.launches)
-
-    def _claim(self, known: Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
-        """As `claim`. None: a capture is due, which this thread may not make now."""
-        with self._lock:
-            return self._take(known, args, kwargs) if known is not None else self._look(args, kwargs)
-
-    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
@@ -169,18 +213,20 @@ class GraphedModule(Wrapper):
         reason = self._check_fingerprint()
         if reason is not None:
             return reason
-        if call.key not in self._rehearsed and len(self._rehearsed) >= MAX_KEYS:
-            return fallback.TOO_MANY_KEYS
-        claim = self._take(call, args, kwargs)
-        if self._steady is not None and isinstance(claim, Claim):
-            self._steady.learn(args, kwargs, call)
-        return claim
+        if self._retries.must_wait(call.key):
+            return fallback.NO_MEMORY
+        if call.key not in self._rehearsed:
+            if len(self._rehearsed) >= MAX_KEYS:
+                return fallback.TOO_MANY_KEYS
+            self._notices.new_key(self.module.forward, args, kwargs, self.device)
+        return call
 
     def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
+        """None: a capture is due, which this thread may not make now."""
         ticket = self._slots.acquire(call.key)
         if ticket is None:
             return fallback.NO_SLOT
-        if call.key not in ticket.slot.variants and not self._calls.may_capture():
+        if not self._is_captured(call, ticket.slot) and not self._calls.may_capture():
             ticket.release()
             return None
         with contextlib.ExitStack() as on_error:
@@ -188,13 +234,22 @@ class GraphedModule(Wrapper):
             try:
                 variant = self._variant(call, ticket.slot, args, kwargs)
             except CaptureError as error:
-                self._failed.add(call.key)
                 self._steady = self._steady and Steady(self.module, self.device.type)  # it knows this call as fine
-                self._complain(error)
-                return fallback.CAPTURE_FAILED
+                return self._give_up(call, error)
             on_error.pop_all()
         self.stats.replayed += 1
+        self._notices.replays = True
         return Claim(self._program, variant, ticket, self.lends, self.stats, self._calls, self._steady)
+
+    def _give_up(self, call: Signature, error: CaptureError) -> str:
+        """The reason to run a call eagerly whose capture has failed: for good, or until there is more memory. Other
+        ranks would not try again with this one, so where captures are voted on it is for good."""
+        if self.vote is alone and is_out_of_memory(error.__cause__) and self._retries.wait(call.key):
+            self._complain(error, fallback.NO_MEMORY, "running eagerly for now, because a capture found no memory")
+            return fallback.NO_MEMORY
+        self._failed.add(call.key)
+        self._complain(error)
+        return fallback.CAPTURE_FAILED
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
@@ -243,7 +298,7 @@ class GraphedModule(Wrapper):
         calls.sort(key=lambda pair: pair[0].nbytes, reverse=True)
         with as_in_training(self.module), contextlib.ExitStack() as held:
             self._ask_for_refusal()
-            if self._refusal is not None or self._check_fingerprint() is not None:
+            if self._refusal is not None or reason_around() or self._is_patched() or self._check_fingerprint():
                 return
             tickets = self._slots.reserve(slots or self._slots.limit or 1)
             for ticket in tickets:
@@ -257,6 +312,7 @@ class GraphedModule(Wrapper):
         """Free every graph and pool. Calls run eagerly afterwards."""
         self._closed, self._steady = True, None
         self._slots.clear()
+        self._notices.end()
 
     def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
         failed: CaptureError | None = None
@@ -290,39 +346,44 @@ class GraphedModule(Wrapper):
             return fallback.NO_GRAD
         if not self.module.training:
             return fallback.EVALUATION
+        reason = reason_around()
+        if reason is not None:
+            return reason
         if self._steady is None and (self._refusal is not None or inside_data_parallel()
                                      or (self._fingerprint and self._fingerprint.hooked())):
             self._ask_for_refusal()
         if self._refusal is not None:
             return self._refusal.reason
-        if saved_tensors.are_watched():
-            return fallback.SAVED_TENSOR_HOOKS
+        if self._is_patched():
+            return fallback.PATCHED
+        if self._output_gradients.twice:
+            return fallback.TWICE
         reason = undeclared(args, kwargs, self.capacities)
         if reason is None and self._warm_calls_left > 0:
             self._warm_calls_left -= 1
             return fallback.WARM_UP
         return reason
 
+    def _is_patched(self) -> bool:
+        """Whether the module has stages, and another forward than the one that these stand for."""
+        return self._program.staged and ("forward" in vars(self.module)
+                                         or type(self.module).forward is not self._forward_of_class)
+
     def _ask_for_refusal(self) -> None:
         """Whether the module can be captured at all now; what was refused before may be fine again."""
         known, self._refusal = self._refusal, refusal(self.module)
         if self._refusal is not None and (self.strict or self._refusal != known):
-            self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy))
+            self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy), self._refusal.reason)
 
     def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly that could not be claimed, counted under `reason`."""
         with self._calls, self._lock:
-            self.stats.fallbacks[reason] += 1
+            self.stats.fell_back(reason, lambda: detail(reason, self.module.forward, args, kwargs, self.device,
+                                                        self.capacities))
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
-            leaves = tree_flatten(open_objects(result))[0]
-            seen = self._observed.setdefault(len(leaves), set())
-            for number, leaf in enumerate(leaves):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    if leaf.is_leaf:
-                        seen.add(number)
-                    else:
-                        leaf.register_hook(lambda _, number=number: seen.add(number))
+            call = signature(args, kwargs, self.device)
+            self._output_gradients.watch(None if call is None else call.key, open_objects(result))
         return result
 
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
@@ -336,7 +397,8 @@ class GraphedModule(Wrapper):
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call's stages are compiled, which they are now if a replay of this call is possible at all."""
-        if self._closed or self._refusal is not None or not (torch.is_grad_enabled() and self.module.training) \
+        if self._closed or self._refusal is not None or self._is_patched() \
+                or not (torch.is_grad_enabled() and self.module.training) \
                 or undeclared(args, kwargs, self.capacities) is not None:
             return False
         with self._lock:
@@ -363,14 +425,12 @@ class GraphedModule(Wrapper):
     def _compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile what this key needs, unless that was done. Raises CaptureError."""
         if self._program.compiler is not None and call.key not in self._coded:
-            compile_ahead(self._program, self._backend, self._observed, args, kwargs)
+            compile_ahead(self._program, self._backend, self._output_gradients.of(call.key), args, kwargs)
             self._coded.add(call.key)
 
     def _check_fingerprint(self) -> str | None:
-        """Drop all graphs when a fact they baked about the module has changed; the call then captures again.
-
-        Returns a reason to run this call eagerly, or None.
-        """
+        """Drop all graphs when a fact they baked about the module has changed; the call then captures again, or runs
+        eagerly for the returned reason."""
         if self._steady is not None:
             return None
         change, before = (self._fingerprint.changed(), self._fingerprint.refused) if self._fingerprint else (None, None)
@@ -392,11 +452,12 @@ class GraphedModule(Wrapper):
             error = CaptureError(f"{change} after the graphs were captured", user_line(), change.remedy)
             if self.strict:
                 raise error
-            warnings.warn(f"capturing again: {error}", PackgraphWarning, stacklevel=6)
+            warn(f"capturing again: {error}")
         if self._may_capture_now():
             self._failed.clear()
         self.stats.dropped("module changed", self._slots.clear())
         self._buffers_of_gradients = GradientBuffers()
+        self._output_gradients.forget()
         self._buffers_of_gradients.shared = self._slots.launches.shared
         self._rehearsed.clear()
         self._coded.clear()
@@ -411,26 +472,53 @@ class GraphedModule(Wrapper):
             raise RuntimeError(f"the module was moved from {self.device} to {tensor.device} after packgraph.graph "
                                "wrapped it: move it first, then wrap it")
 
+    def _is_captured(self, call: Signature, slot: Slot) -> bool:
+        """Whether the slot has graphs for this key, with a backward for all that is known of its gradients."""
+        variant = slot.variants.get(call.key)
+        return variant is not None and variant.version == self._output_gradients.of(call.key).version
+
     def _variant(self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
-        if call.key not in slot.variants:
+        gradients = self._output_gradients.of(call.key)
+        if not self._is_captured(call, slot):
+            if call.key in slot.variants:
+                slot.variants.pop(call.key).reset()
+                self.stats.dropped(fallback.NEW_PATTERN, 1)
             started = time.perf_counter()
+            if self._retries.is_due(call.key):
+                free_unused(self.device)
             self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
             with self._slots.launches.during_capture(self._backend.guard_device is None):
                 self._compile(call, args, kwargs)
                 if call.key not in self._rehearsed:
-                    self._rehearsed[call.key] = rehearse(self._program, self._backend, self._observed, args, kwargs)
-                variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients,
-                                          self._observed, self.lends, args, kwargs, self._rehearsed[call.key])
+                    self._rehearsed[call.key] = rehearse(self._program, self._backend, gradients, args, kwargs)
+                changed = self._fingerprint.changed if self._fingerprint is not None else _nothing
+                variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, gradients,
+                                          changed, self._calls, self.lends, args, kwargs, self._rehearsed[call.key])
             slot.variants[call.key] = variant
             self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
             self.stats.captured += len(variant.regions)
             self.stats.capture_seconds += time.perf_counter() - started
         return slot.variants[call.key]
 
-    def _complain(self, error: CaptureError) -> None:
-        """Raise in strict mode; otherwise warn, and training goes on eagerly."""
+    def _complain(self, error: CaptureError, reason: str = fallback.CAPTURE_FAILED,
+                  so: str = "running eagerly from here on, because a capture failed") -> None:
+        """Raise in strict mode; otherwise warn, and calls run eagerly for `reason`."""
         if self.strict:
             raise error
-        message = f"running eagerly from here on, because a capture failed: {error}"
-        warnings.warn(message, PackgraphWarning, stacklevel=4)
+        self._notices.is_told(reason, error.remedy)
+        warn(f"{so}: {error}")
+
+
+def _counting(fallbacks: Counter[str], notices: Notices) -> Callable[[str], None]:
+    """`Stats.fell_back` of a module, without the rest of its stats, which hold the graphs' memory."""
+
+    def fell_back(reason: str) -> None:
+        notices.fell_back(reason)
+        fallbacks[reason] += 1
+
+    return fell_back
+
+
+def _nothing() -> None:
+    """No fact has changed."""

@@ -72,6 +72,7 @@ _WAYS_OUT = {
     "is_nonzero": _KEEP,
 }
 _SPARSE = {"_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_unsafe"}
+_FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False)
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
 LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
@@ -192,18 +193,24 @@ class HostReadGuard(FunctionWatcher):
 
 
 @contextlib.contextmanager
-def compiled_stages() -> Iterator[None]:
-    """Within the block torch.compile works under the modes that watch captured code.
+def compiled_stages(fixed: bool = False) -> Iterator[None]:
+    """Within the block torch.compile works under the modes that watch captured code. fixed: see `all_is_compiled`.
 
     Otherwise it gives way to them, and a function that the user has compiled runs operation by operation: its kernels
     would be no operations that a watcher sees. Our own compiled code tells the watchers itself
     (graphs/compiled/opaque.py).
     """
-    token = _COMPILED.set(True)
+    token, all_token = _COMPILED.set(True), _FIXED.set(fixed)
     try:
         yield
     finally:
         _COMPILED.reset(token)
+        _FIXED.reset(all_token)
+
+
+def all_is_compiled() -> bool:
+    """Whether this thread captures compiled code, all of which was compiled before: a capture cannot hold compiling."""
+    return _FIXED.get()
 
 
 class CodeWatcher(TorchDispatchMode):

@@ -68,13 +68,25 @@ def watched_calls(watcher: Watcher) -> Iterator[None]:
         done = True
     finally:
         replaced = sys.getprofile() != hook.see
-        _THREAD.hook = before
+        _THREAD.hook, hook.over = before, True
         _put_back(before.see if before is not None else hook.other)
         if done and hook.refused is not None:
             raise hook.refused
         if done and replaced:
             raise CaptureError("a profiler begins or ends inside a captured stage: what the stage does to random "
                                "generators could not be seen", user_line(), "profile from outside of the call")
+
+
+def watch_also() -> Callable[[object], None]:
+    """What another thread has to call that works for the present block: autograd's, which runs backwards on CUDA. It
+    may be used as a hook of a tensor. The thread is looked at until the block ends."""
+    hook = _THREAD.hook
+
+    def watch(_: object) -> None:
+        if hook is not None and not hook.over and _THREAD.hook is not hook:
+            sys.setprofile(hook.see)
+
+    return watch
 
 
 def _other_profiler() -> Any:
@@ -98,7 +110,8 @@ class _Hook:
     """The profile function for some watchers. other: one that was there before. refused: what a watcher has raised."""
 
     def __init__(self, watchers: list[Watcher], other: Any) -> None:
-        self.watchers, self.other, self.refused = watchers, other, None
+        self.watchers, self.other, self.over = watchers, other, False
+        self.refused: CaptureError | None = None
         self._builtins: dict[str, list[SeesBuiltin]] = {}
         self._functions: dict[CodeType, list[SeesFunction]] = {}
         for watcher in watchers:
@@ -111,6 +124,9 @@ class _Hook:
 
     def see(self, frame: FrameType, event: str, argument: Any) -> None:
         """The profile function."""
+        if self.over:  # in a thread of autograd's, which nobody can tell
+            sys.setprofile(None)
+            return
         try:
             if event == "call":
                 if _SNAPSHOTS and frame.f_back is not None:

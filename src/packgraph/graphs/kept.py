@@ -1,9 +1,8 @@
 """Declared capacities of which some are left out: their microbatches run eagerly, and the count says why."""
 from collections.abc import Iterable, Mapping
 
+from packgraph.graphs.fallback import OVER_BUDGET as OVER_BUDGET
 from packgraph.packing.capacity import Capacity
-
-OVER_BUDGET = "over the memory budget"
 
 
 class KeptCapacities(tuple[Capacity, ...]):

@@ -8,6 +8,7 @@ reads them, nothing of autograd in between. So what is looked at is a capture it
 
 It trains nothing, adds gradients to spare memory, and takes what graphs of the bucket take in one slot.
 """
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from packgraph.graphs.capture import capture_variant, rehearse
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.graphed import GraphedModule
-from packgraph.graphs.parameters import GradientBuffers, local_tensor
+from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
+from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.refusals import refusal
 from packgraph.graphs.signature import signature
 from packgraph.graphs.slot import Slot
@@ -36,26 +38,27 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
     Nothing of it but compiled code is remembered, so all ranks that share in a capture go the same way in it whatever
     became of their traces. Raises CaptureError where a capture would; with collectives in the module it is collective.
     """
-    refused, call = refusal(graphed.module), signature(args, {}, graphed.device)
+    own = control(graphed)
+    refused, call = refusal(own.module), signature(args, {}, own.device)
     if refused is not None:
         raise CaptureError(refused.what, user_line(), refused.remedy)
     if call is None:
         raise CaptureError("an argument cannot be part of a key", user_line(),
-                           f"pass tensors on {graphed.device}, packed batches and constants")
+                           f"pass tensors on {own.device}, packed batches and constants")
     lifetimes: list[Lifetime] = []
-    with as_in_training(graphed.module), graphed.alone() as free:
+    with as_in_training(own.module), own.alone() as free:
         if not free:
             raise CaptureError("another thread is inside the module", user_line(), "trace memory before it begins")
-        reason = graphed._check_fingerprint()
+        reason = own._check_fingerprint()
         if reason is not None:
             raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
-        graphed._compile(call, args, {})  # first by itself, as before a capture
-        program, backend, observed = graphed._program, graphed.capture_backend, graphed._observed
-        slot = Slot(0, backend, graphed.device, backend.new_pool())
-        rehearsal = rehearse(program, backend, observed, args, {})
+        own._compile(call, args, {})  # first by itself, as before a capture
+        program, backend, gradients = own._program, own.capture_backend, own._output_gradients.of(call.key)
+        slot = Slot(0, backend, own.device, backend.new_pool())
+        rehearsal = rehearse(program, backend, gradients, args, {})
         try:
-            capture_variant(program, backend, slot, SpareGradients(program.module), observed, graphed.lends, args, {},
-                            rehearsal, lifetimes).reset()
+            capture_variant(program, backend, slot, SpareGradients(program.module), gradients, lambda: None,
+                            contextlib.nullcontext(), own.lends, args, {}, rehearsal, lifetimes).reset()
             return MemoryTrace(tuple(lifetimes), slot.buffer_bytes())
         finally:
             rehearsal.read.clear()
@@ -67,8 +70,9 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
 
 def predict_bank(graphed: GraphedModule, traces: Mapping[Capacity, MemoryTrace], slots: int) -> BankMemory:
     """What graphs for all capacities that `traces` are of will take in `slots` slots of `graphed`."""
-    model = BankModel(traces, pool_model(graphed.backend))
-    return model.predict(traces, slots, alone=graphed._slots.limit == 1)
+    own = control(graphed)
+    model = BankModel(traces, pool_model(own.backend))
+    return model.predict(traces, slots, alone=own._slots.limit == 1)
 
 
 def pool_model(backend: str) -> Callable[[], PoolModel]:
@@ -95,8 +99,11 @@ class SpareGradients(GradientBuffers):
             if kept is None or kept.numel() < nbytes:
                 self._spare[parameter.device] = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=parameter.device)
 
-    def buffer(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """A tensor of the parameter's form."""
+    def buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
+        """A buffer of the parameter's form."""
+        return GradientBuffer(parameter, self._like(parameter))
+
+    def _like(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         local = local_tensor(parameter)
         strides = own_strides(local) or contiguous_strides(local.shape)
         whole = torch.empty(0, dtype=local.dtype, device=local.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.graphed import GraphedModule, control
 
 
 def forward_backward(graphed: GraphedModule, *args: Any, before: Callable[[torch.Tensor], None] | None = None
@@ -20,7 +20,8 @@ def forward_backward(graphed: GraphedModule, *args: Any, before: Callable[[torch
     before: called with the loss before its backward; it sees an autograd graph. Returns the loss, detached; it may be
     memory of the slot, so it holds its value only until the next call.
     """
-    claim = graphed.claim(args, {}) if before is None else None
+    own = control(graphed)
+    claim = own.claim(args, {}) if before is None else None
     if isinstance(claim, Claim) and claim.is_direct and claim.makes_one_number:
         loss = claim.forward(args, {})
         claim.backward()
@@ -28,7 +29,7 @@ def forward_backward(graphed: GraphedModule, *args: Any, before: Callable[[torch
     if isinstance(claim, Claim):
         loss = claim.run(args, {})
     else:
-        loss = graphed(*args) if claim is None else graphed.fall_back(claim, args, {})
+        loss = graphed(*args) if claim is None else own.fall_back(claim, args, {})
     if before is not None:
         before(loss)
     loss.backward()

@@ -1,14 +1,14 @@
-"""Parameters under capture: aliases and gradient buffers.
+"""Parameters under capture.
 
 While a region is captured the module's parameters are replaced by fresh aliases of the same storages. Their autograd
 accumulators are then new, so they belong to the capture stream; hooks and `.grad` of the real parameters are not
-touched; and gradients are accumulated as they are produced, so no second copy of them is ever needed.
+touched; and gradients are accumulated as they are produced (`gradients.py`), so no second copy of them is ever needed.
 
 A DTensor has no memory of its own: what is baked, compared or zeroed is its local tensor.
 """
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Aliases:
-    """The aliases that stand for a module's parameters during one build."""
+    """The aliases that stand for a module's parameters during one build.
+
+    memory: by storage, where each parameter begins and ends.
+    """
 
     def __init__(self) -> None:
+        self.memory: dict[int, list[tuple[int, int, torch.nn.Parameter]]] = {}
         self.parameter_of: dict[int, torch.nn.Parameter] = {}
         self.alias_of: dict[int, torch.nn.Parameter] = {}
         self._use = _Use(threading.get_ident())
@@ -42,6 +46,10 @@ class Aliases:
                 made.register_hook(self._use.check)
             self.alias_of[id(parameter)] = made
             self.parameter_of[id(made)] = parameter
+            local = local_tensor(parameter)
+            start = local.data_ptr()
+            self.memory.setdefault(local.untyped_storage()._cdata, []).append(
+                (start, start + max(1, local.numel() * local.element_size()), parameter))
         return self.alias_of[id(parameter)]
 
     def close(self) -> None:
@@ -56,8 +64,10 @@ class _Use:
     def __init__(self, thread: int | None) -> None:
         self.thread = thread
 
-    def check(self, gradient: torch.Tensor) -> None:
-        """The hook of an alias."""
+    def check(self, gradient: torch.Tensor | None) -> None:
+        """The hook of an alias. None: there is no gradient to lose."""
+        if gradient is None:
+            return
         if self.thread is None or (gradient.device.type == "cpu" and threading.get_ident() != self.thread):
             raise RuntimeError("a module was called in one thread while another thread captured graphs of it: the "
                                "gradient of its parameters is lost. Call what packgraph.graph returned, which waits, "
@@ -92,62 +102,10 @@ def are_leaves(module: torch.nn.Module) -> bool:
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether something outside wants to see this parameter's gradient when it arrives."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-class GradientBuffers:
-    """The gradient storages that backward graphs accumulate into: one per parameter, for the life of the graphs."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, tuple[torch.nn.Parameter, torch.Tensor]] = {}
-        self.shared = False  # several threads train: buffers are never `.grad` itself (graphs/shared_gradients.py)
-
-    def pairs(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """The parameters and their buffers."""
-        return list(self._buffers.values())
-
-    def buffer(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the first backward."""
-        if id(parameter) not in self._buffers:
-            grad = None if self.shared else parameter.grad
-            made = grad if grad is not None else torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            self._buffers[id(parameter)] = (parameter, made.detach() if grad is None else made)
-        return self._buffers[id(parameter)][1]
-
-    @staticmethod
-    @torch.no_grad()
-    def attach(owned: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Make each buffer its parameter's `.grad` before a backward graph adds to it.
-
-        A gradient set to None gets its buffer back, zeroed; a gradient made elsewhere (by an eager microbatch or by
-        the user) is copied into the buffer, so that nothing accumulated so far is lost. A gradient that is part of a
-        larger storage belongs to someone who reads it there: it stays `.grad`, and is returned with its buffer for
-        `give_back`.
-        """
-        cleared, kept = [], []
-        for parameter, buffer in owned:
-            grad = parameter.grad
-            if grad is buffer:
-                continue
-            if grad is not None and local_tensor(grad).data_ptr() != local_tensor(buffer).data_ptr():
-                buffer.copy_(grad)
-                local = local_tensor(grad)
-                if local.untyped_storage().nbytes() > local.numel() * local.element_size():
-                    kept.append((grad, buffer))
-                    continue
-            elif grad is None:
-                cleared.append(local_tensor(buffer))
-            parameter.grad = buffer
-        if cleared:
-            torch._foreach_zero_(cleared)
-        return kept
-
-    @staticmethod
-    @torch.no_grad()
-    def give_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """After the backward graph: copy buffers to the gradients that stayed in place."""
-        for grad, buffer in kept:
-            grad.copy_(buffer)
+    hooks = parameter._backward_hooks or {}
+    if any(not isinstance(getattr(hook, "__self__", None), _Use) for hook in hooks.values()):
+        return True
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,22 @@
 """One captured region: its static tensors, and how a replay reads and writes them.
 
-A region's forward is one graph, its backward another; an autograd function ties the two into the user's autograd
-graph. Inputs that an earlier region of the same slot has produced are baked pointers: nothing is copied. Everything
-that comes from eager code is copied into slot buffers first. Outputs are aliases of static memory; the caller clones
-those that leave for eager code.
+A region's forward is one graph; it has a backward graph for every pattern of gradients that its outputs get. An
+autograd function (`replay.py`) ties them into the user's autograd graph. Inputs that an earlier region of the same slot
+has produced are baked pointers: nothing is copied. Everything that comes from eager code is copied into slot buffers
+first. Outputs are aliases of static memory; the caller clones those that leave for eager code.
 """
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from packgraph.graphs import shared_gradients
 from packgraph.graphs.backend import Graph, Static
-from packgraph.graphs.entries import Made, Passed, make_entry
-from packgraph.graphs.parameters import GradientBuffers
-from packgraph.graphs.slot import Ticket
+from packgraph.graphs.entries import Made, Passed
+from packgraph.graphs.gradients import GradientBuffer
+from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.plan.stages import State
 
 Token = tuple[Any, ...]
@@ -26,19 +26,19 @@ Token = tuple[Any, ...]
 class Input:
     """A tensor that a region reads: leaf `leaf` of `state[key]`.
 
-    token: names its static memory. buffer: slot memory it is copied into at every replay, or None when its pointer is
-    baked (an earlier region made or received it). differentiable: autograd wants its gradient. gradient: where the
-    backward graph leaves it. lend: hand the gradient out as an alias of static memory (its only reader is an earlier
-    region of this slot) instead of a clone.
+    token: names its static memory, which is `memory`. buffer: slot memory it is copied into at every replay, or None
+    when its pointer is baked (an earlier region made or received it). differentiable: it needs a gradient. lend: hand
+    the gradient out as an alias of static memory (its only reader is an earlier region of this slot) instead of a
+    clone.
     """
 
     key: str
     leaf: int
     token: Token
+    memory: Static
     buffer: torch.Tensor | None
     differentiable: bool
     lend: bool
-    gradient: Static | None = None
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,47 @@ class Homes:
 
 @dataclass
 class Output:
-    """A tensor that a region makes. incoming: where its backward graph expects the gradient, None = not captured."""
+    """A tensor that a region makes."""
 
     static: Static
     differentiable: bool
-    incoming: Static | None = None
+
+
+@dataclass
+class Backward:
+    """A backward graph, for one pattern of gradients.
+
+    incoming: by output, where the graph expects the gradient. gradients: for every input of the region where the graph
+    leaves the gradient, None = it has none. owned: parameters whose gradient the graph adds to a buffer. returned: for
+    every returned parameter of the region where its gradient is, None = it has none.
+    """
+
+    graph: Graph
+    incoming: dict[int, Static]
+    gradients: list[Static | None]
+    owned: list[GradientBuffer]
+    returned: list[Static | None]
+
+
+@dataclass
+class Context:
+    """What surrounds a captured region: what it reads and writes from outside, and how to run it without graphs.
+
+    reads: tensors whose values it uses, those that backwards read first. read_later: how many of them those are.
+    writes: tensors that its forward writes to. generators: those whose numbers it draws. run: its stages, eagerly,
+    within `calls`, since another thread may capture the module.
+    changed: whether facts that the graphs have baked about the module hold no longer. gradients: what is known of the
+    gradients that its outputs get.
+    """
+
+    run: Callable[[State], State]
+    changed: Callable[[], object]
+    calls: AbstractContextManager[object]
+    gradients: KeyGradients
+    reads: list[torch.Tensor] = field(default_factory=list)
+    read_later: int = 0
+    writes: list[torch.Tensor] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
 
 
 @dataclass
@@ -91,9 +127,9 @@ class Region:
     """The graphs of one region in one variant.
 
     facts: what captured code could see of the state it was captured with. entries: per key of the result state, how
-    to make its value. owned: parameters whose gradient the backward graph adds to the given buffer. returned:
-    parameters whose gradient goes through autograd. summed: an output's gradient comes from several places, and
-    autograd has to add them up.
+    to make its value. parameters: those that only this region differentiates: their gradients are added to buffers.
+    returned: other parameters, whose gradients go through autograd. summed: an output's gradient comes from several
+    places, and autograd has to add them up.
     """
 
     number: int
@@ -103,17 +139,97 @@ class Region:
     outputs: list[Output]
     facts: dict[str, tuple[TreeSpec, list[Any]]]
     entries: dict[str, Passed | Made]
-    backward: Graph | None = None
-    owned: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
-    returned: list[tuple[torch.nn.Parameter, Static]] = field(default_factory=list)
+    context: Context
+    parameters: "ParameterEdge"
+    returned: list[torch.nn.Parameter] = field(default_factory=list)
+    backwards: dict[Pattern, Backward] = field(default_factory=dict)
     summed: bool = False
-    anchor: torch.Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True))
+
+    @property
+    def backward(self) -> Backward | None:
+        """The only backward, None if there is none, or several."""
+        return next(iter(self.backwards.values())) if len(self.backwards) == 1 else None
+
+    def incoming(self, number: int) -> Static | None:
+        """Where the first backward expects the gradient of an output."""
+        return next((b.incoming[number] for b in self.backwards.values() if number in b.incoming), None)
+
+    def versions(self) -> tuple[int, ...]:
+        """The versions of what the region reads: they grow whenever somebody writes to it."""
+        return tuple([tensor._version for tensor in self.context.reads])
 
     def reset(self) -> None:
-        """Free both graphs."""
+        """Free all graphs."""
         self.forward.reset()
-        if self.backward is not None:
-            self.backward.reset()
+        for backward in self.backwards.values():
+            backward.graph.reset()
+
+
+class ParameterEdge:
+    """The parameters of a region as one node of the user's autograd graph, made once and used by every call.
+
+    Autograd thereby reaches the parameters from a call's outputs, as it must for `backward(inputs=...)`,
+    `autograd.grad` and hooks. Their gradients come here only when somebody asks for them: what flows through the node
+    otherwise is None, since the graph has added to `.grad` itself.
+
+    Attributes:
+        anchor: A leaf that needs a gradient: whether autograd goes there tells `loss.backward()` from a call that asks
+            for the gradients of some tensors only.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.anchor = torch.empty(0, requires_grad=True)
+        self._delivered: dict[int, list[torch.Tensor | None]] = {}
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A tensor that depends on all the parameters."""
+        if self._tensor is None:
+            # Not at capture: the nodes of parameters belong to the stream on which they are made.
+            self._tensor = _AllParameters.apply(self._delivered, *self.parameters) if self.parameters else self.anchor
+        return self._tensor
+
+    def is_wanted(self) -> bool:
+        """Whether the running backward goes to any of the parameters."""
+        return bool(self.parameters) and _runs(self.tensor.grad_fn)
+
+    def deliver(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Hand gradients of the parameters to autograd; returns what the node has to be given."""
+        before = self._delivered.get(task := torch._C._current_graph_task_id())
+        self._delivered[task] = list(gradients) if before is None else [_sum(*two) for two in zip(before, gradients)]
+        return torch.empty_like(self.tensor)
+
+    def is_whole(self) -> bool:
+        """Whether the running backward is that of `loss.backward()`."""
+        return _runs(torch.autograd.graph.get_gradient_edge(self.anchor).node)
+
+
+def _runs(node: Any) -> bool:
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+class _AllParameters(torch.autograd.Function):
+    """The node of a `ParameterEdge`."""
+
+    @staticmethod
+    def forward(ctx: Any, delivered: dict[int, list[torch.Tensor | None]], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.delivered, ctx.count = delivered, len(parameters)
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, signal: torch.Tensor | None) -> Any:
+        if signal is None:
+            return (None,) * (1 + ctx.count)
+        return (None, *ctx.delivered.pop(torch._C._current_graph_task_id()))
 
 
 def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
@@ -124,7 +240,7 @@ def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
 
 def _fact(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+        return torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return type(leaf), leaf
 
 
@@ -146,126 +262,3 @@ def accepts(region: Region, state: State, homes: Homes) -> bool:
     return True
 
 
-def stage_inputs(region: Region, state: State, homes: Homes) -> list[torch.Tensor]:
-    """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in order."""
-    wanted: list[torch.Tensor] = []
-    key: str | None = None
-    leaves: list[torch.Tensor] = []
-    for entry in region.inputs:
-        if entry.key != key:
-            key, value = entry.key, state[entry.key]
-            leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
-        tensor = leaves[entry.leaf]
-        if entry.buffer is not None:
-            if tensor.data_ptr() != entry.buffer.data_ptr():
-                entry.buffer.copy_(tensor.detach())
-            homes.note(tensor, entry.token, alias=False)
-        if entry.differentiable:
-            wanted.append(tensor)
-    return wanted
-
-
-def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) -> State:
-    """Replay the forward graph and return the next state; its outputs alias static memory and are noted in `homes`."""
-    with ticket.slots.launches:
-        wanted = stage_inputs(region, state, homes)
-        if any(output.differentiable for output in region.outputs):
-            if region.backward is not None:
-                ticket.pending.add(region.number)
-            parameters = [parameter for parameter, _ in region.returned]
-            made = _Replay.apply(region.anchor, region, ticket, *wanted, *parameters)
-        else:
-            region.forward.replay()
-            made = tuple(output.static.tensor.detach() for output in region.outputs)
-    for number, tensor in enumerate(made):
-        homes.note(tensor, (region.number, number), alias=True)
-    return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
-
-
-class _Replay(torch.autograd.Function):
-    """Replays a region inside the user's autograd graph.
-
-    The anchor is a tensor that needs a gradient: without it a region whose only differentiable inputs are parameters
-    it accumulates itself would have no backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, region: Region, ticket: Ticket, *inputs: torch.Tensor) -> Any:
-        ctx.region, ctx.ticket, ctx.versions = region, ticket, _versions(region)
-        ctx.set_materialize_grads(False)
-        region.forward.replay()
-        made = tuple(output.static.tensor.detach() for output in region.outputs)
-        ctx.mark_non_differentiable(*[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable])
-        return made
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        region, ticket = ctx.region, ctx.ticket
-        entries = [entry for entry in region.inputs if entry.differentiable]
-        nothing = (None,) * (3 + len(entries) + len(region.returned))
-        if all(gradient is None for gradient in gradients):
-            return nothing
-        _refuse_partial_backward(region)
-        if ctx.versions != _versions(region):
-            raise RuntimeError(f"a parameter of {region.name} was changed in place between forward and backward: the "
-                               "backward graph would use its new value. Step the optimizer after the last backward")
-        _check_gradients(region, gradients)
-        with ticket.slots.launches as launches:
-            ticket.start_backward(region.number)
-            _stage_gradients(region, gradients)
-            apart = shared_gradients.begin(region.owned) if launches.shared else []
-            kept = [] if launches.shared else GradientBuffers.attach(region.owned)
-            region.backward.replay()
-            GradientBuffers.give_back(kept)
-            sums = shared_gradients.taken(apart)
-            results = [_handed_out(entry) for entry in entries]
-            results += [static.tensor.clone() for _, static in region.returned]
-            ticket.finish_backward(region.number)
-        shared_gradients.add(apart, sums)
-        return None, None, None, *results
-
-
-def _handed_out(entry: Input) -> torch.Tensor | None:
-    if entry.gradient is None:
-        return None
-    return entry.gradient.tensor if entry.lend else entry.gradient.tensor.clone()
-
-
-def _versions(region: Region) -> int:
-    """Changes whenever a parameter of the region is written to."""
-    return sum(p._version for p, _ in region.owned) + sum(p._version for p, _ in region.returned)
-
-
-def _refuse_partial_backward(region: Region) -> None:
-    """Raise RuntimeError under autograd.grad and backward(inputs=...): they must not touch `.grad`, but graphs do."""
-    if not region.owned:
-        return
-    node = torch.autograd.graph.get_gradient_edge(region.anchor).node
-    if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
-        raise RuntimeError(
-            "autograd.grad or backward(inputs=...) through a captured module: its graphs add the gradients of its "
-            "parameters to .grad, which these calls must not do. Use loss.backward(), or run the call under "
-            "packgraph.eager(...)")
-
-
-def _check_gradients(region: Region, gradients: tuple[torch.Tensor | None, ...]) -> None:
-    """Raise RuntimeError for a gradient that the backward graph has no place for."""
-    for number, (output, gradient) in enumerate(zip(region.outputs, gradients, strict=True)):
-        if output.incoming is None and gradient is not None and output.differentiable:
-            raise RuntimeError(
-                f"output {number} of {region.name} gets a gradient now, but no warm-up step used it, so its "
-                "backward was not captured. Use it in the loss during warm-up too, or run calls that need it under "
-                "packgraph.eager(...)")
-
-
-def _stage_gradients(region: Region, gradients: tuple[torch.Tensor | None, ...]) -> None:
-    """Put the incoming gradients where the backward graph reads them; zeros for those that did not come."""
-    for output, gradient in zip(region.outputs, gradients, strict=True):
-        if output.incoming is None:
-            continue
-        target = output.incoming.tensor
-        if gradient is None:
-            target.zero_()
-        elif gradient.data_ptr() != target.data_ptr():
-            target.copy_(gradient)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs import fallback
@@ -19,6 +20,7 @@ from packgraph.packing.capacity import Capacity
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size,
              Capacity)
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor})
 
 
 class _Structure:
@@ -54,6 +56,7 @@ def modes(device_type: str) -> tuple[Any, ...]:
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+        str(torch.get_default_device()) if torch._C._len_torch_function_stack() else None,
     )
 
 
@@ -67,9 +70,10 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     nbytes = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            if leaf.device != device or leaf.layout != torch.strided:
+            if leaf.device != device or leaf.layout != torch.strided or type(leaf) not in TENSORS:
                 return None
-            facts.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, own_strides(leaf)))
+            facts.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, own_strides(leaf), leaf.is_conj(),
+                          leaf.is_neg()))
             nbytes += leaf.numel() * leaf.element_size()
         elif isinstance(leaf, CONSTANTS):
             facts.append((type(leaf), leaf.hex() if isinstance(leaf, float) else leaf))
@@ -78,7 +82,19 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     return Signature((_Structure(spec), tuple(facts), modes(device.type)), nbytes)
 
 
-def _batches(args: Any) -> list[PackedBatch]:
+def unfit(leaf: Any, device: torch.device) -> str | None:
+    """Why this leaf of a call's arguments cannot be part of a key, in words; None if it can."""
+    if not isinstance(leaf, torch.Tensor):
+        return None if isinstance(leaf, CONSTANTS) else f"an object of type {type(leaf).__name__}"
+    if type(leaf) not in TENSORS:
+        return f"a {type(leaf).__name__}, a tensor that may do more than hold numbers"
+    if leaf.layout != torch.strided:
+        return f"a tensor of layout {leaf.layout}"
+    return f"a tensor on {leaf.device}, and the module is on {device}" if leaf.device != device else None
+
+
+def packed_batches(args: Any) -> list[PackedBatch]:
+    """The packed batches among a call's arguments."""
     is_batch = lambda leaf: isinstance(leaf, PackedBatch)  # noqa: E731
     return [leaf for leaf in tree_leaves(args, is_leaf=is_batch) if is_batch(leaf)]
 
@@ -87,7 +103,7 @@ def undeclared(args: tuple[Any, ...], kwargs: dict[str, Any], capacities: Sequen
     """Why this call lies outside the declared capacities, or None. Without declared capacities every shape may be."""
     if not capacities:
         return None
-    batches = _batches((args, kwargs))
+    batches = packed_batches((args, kwargs))
     for batch in batches:
         if batch.capacity not in capacities:
             dropped = capacities.dropped if isinstance(capacities, KeptCapacities) else {}

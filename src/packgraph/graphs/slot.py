@@ -20,7 +20,7 @@ import torch
 
 from packgraph.graphs.backend import Backend, Pool
 from packgraph.graphs.exclusive import Launches
-from packgraph.graphs.strides import contiguous_strides, own_strides
+from packgraph.graphs.strides import Layout, contiguous_strides, own_strides, with_bits
 
 
 class Slot:
@@ -41,8 +41,10 @@ class Slot:
         """The pool for memory that nobody reads after the replay that wrote it."""
         return self.pool if self._shared is None else self._shared
 
-    def buffer(self, role: Hashable, like: torch.Tensor) -> torch.Tensor:
+    def buffer(self, role: Hashable, like: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
         """A static tensor of `like`'s shape and dtype for `role`, shared by all variants of the slot.
+
+        layout: of the tensor; None = as `own_strides` says of `like`, with its conjugate and negative bits.
 
         When the memory kept for `role` is too small it is replaced and `outgrown` is set: variants bound to the old
         memory must go.
@@ -54,8 +56,9 @@ class Slot:
             kept = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=self.device)
             self._buffers[role] = kept
         whole = torch.empty(0, dtype=like.dtype, device=self.device)
-        strides = own_strides(like) or contiguous_strides(like.shape)
-        return whole.set_(kept.untyped_storage(), 0, tuple(like.shape), strides)
+        strides = layout or (own_strides(like) if layout is None else None) or contiguous_strides(like.shape)
+        whole.set_(kept.untyped_storage(), 0, tuple(like.shape), strides)
+        return whole if layout is not None else with_bits(whole, like.is_conj(), like.is_neg())
 
     def buffer_bytes(self) -> int:
         """Bytes that the slot holds outside of pools."""

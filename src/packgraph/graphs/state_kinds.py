@@ -1,8 +1,10 @@
-"""What a graph bakes of each kind of Python value that a module can reach, and how a change of it is noticed.
+"""What a graph bakes of each kind of Python value that a module can reach, and how a change of it
+is noticed.
 
-`WATCHED` is the table that the checks use and that the page on what a graph assumes is made from. The first row that
-fits the type of a value decides. What no row knows is an object with attributes.
+`WATCHED` is the table that the checks use and that the page on what a graph assumes is made from.
+The first row that fits the type of a value decides. What no row knows is an object with attributes.
 """
+
 import collections
 import contextvars
 import datetime
@@ -27,7 +29,18 @@ import torch
 
 T = TypeVar("T")
 Mark = tuple[int, str]  # an attribute: id of what has it, name
-PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 DEPTH = 3  # objects within objects whose attributes are watched
 LARGEST_BYTES = 2**20  # of an array that is compared before every call
 MOST_CONTAINERS = 20_000
@@ -51,7 +64,8 @@ class Treatment(enum.Enum):
 
 
 class Row(NamedTuple):
-    """kinds: types, or dotted names of them (`numpy.ndarray`, all of a package with `logging.*`)."""
+    """kinds: types, or dotted names of them (`numpy.ndarray`, all of a package with
+    `logging.*`)."""
 
     what: str
     kinds: tuple[type | str, ...]
@@ -59,51 +73,180 @@ class Row(NamedTuple):
     reason: str
 
 
-_SCALARS = (*PLAIN, enum.Enum, slice, range, types.EllipsisType, types.NotImplementedType, decimal.Decimal,
-            fractions.Fraction, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, uuid.UUID,
-            pathlib.PurePath, re.Pattern)
+_SCALARS = (
+    *PLAIN,
+    enum.Enum,
+    slice,
+    range,
+    types.EllipsisType,
+    types.NotImplementedType,
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    datetime.tzinfo,
+    uuid.UUID,
+    pathlib.PurePath,
+    re.Pattern,
+)
 
 WATCHED: tuple[Row, ...] = (
-    Row("tensors, parameters and buffers", (torch.Tensor,), Treatment.TENSOR,
-        "a graph reads the storage it was captured with: another tensor, storage, shape, stride, dtype or "
-        "requires_grad, a first or last hook and Python attributes are noticed; values are read at every replay"),
-    Row("modules, also in lists, objects and closures", (torch.nn.Module,), Treatment.MODULE,
-        "training flags, submodules, parameters, buffers, hooks and attributes are baked"),
-    Row("torch generators", (torch.Generator,), Treatment.IDENTITY, "replays advance them as eager calls do"),
-    Row("random generators of Python and numpy",
-        (random.Random, "numpy.random.Generator", "numpy.random.RandomState", "numpy.random.BitGenerator"),
-        Treatment.REFUSED, "a replay would neither see nor advance its hidden state"),
-    Row("iterators, generators and files", (Iterator, AsyncIterator, Coroutine, io.IOBase), Treatment.REFUSED,
-        "a replay would not advance it"),
-    Row("queues", (queue.Queue, queue.SimpleQueue, "asyncio.Queue", "multiprocessing.queues.Queue",
-                   "multiprocessing.queues.SimpleQueue"), Treatment.REFUSED, "a replay would not take from it"),
-    Row("numpy scalars", ("numpy.generic",), Treatment.VALUE, "they are baked as constants, bit by bit"),
-    Row("numbers, strings and other plain values", _SCALARS, Treatment.VALUE,
-        "they are baked as constants: 1, True and 1.0 are three values, and so are 0.0 and -0.0; NaN equals itself"),
-    Row("arrays and byte buffers", ("numpy.ndarray", "array.array", bytearray, memoryview, "_ctypes._SimpleCData",
-                                    "_ctypes.Structure", "_ctypes.Array"), Treatment.BYTES,
-        "their contents are baked; beyond 1 MiB they are refused unless numpy has them read-only"),
-    Row("lists, tuples, sets, deques and dictionaries",
-        (list, tuple, set, frozenset, collections.deque, dict, types.MappingProxyType), Treatment.CONTENTS,
-        "what they hold is baked, of whatever length, in the order they give it"),
-    Row("functions, methods and partial calls",
-        (types.FunctionType, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType, functools.partial,
-         functools.partialmethod, staticmethod, classmethod, property, functools.cached_property,
-         functools._lru_cache_wrapper), Treatment.FUNCTION,
-        "their operations are baked, with every constant that their code reads"),
-    Row("classes", (type,), Treatment.CLASS, "methods and class attributes are baked; not of library classes"),
-    Row("Python modules", (types.ModuleType,), Treatment.NAMESPACE,
-        "the functions and constants that the code names are baked"),
-    Row("weak references and context variables",
-        (weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType, contextvars.ContextVar),
-        Treatment.REFERENT, "forward reads what they refer to now"),
-    Row("internals of torch, numpy, packgraph and of the interpreter",
-        ("torch._*", "torch.distributed.*", "torch.cuda.*", "torch.fx.*", "torch.jit.*", "torch.utils.*", "numpy.*",
-         "packgraph.*", "logging.*", "contextlib.*", "threading.Thread", "concurrent.*", "asyncio.*", "_thread.*", types.CodeType,
-         types.CellType, types.FrameType), Treatment.IDENTITY, "they keep caches of their own"),
-    Row("other objects", (object,), Treatment.ATTRIBUTES,
-        "attributes and slots are baked, to three objects deep; below that, and of objects without attributes, "
-        "identity is watched"),
+    Row(
+        "tensors, parameters and buffers",
+        (torch.Tensor,),
+        Treatment.TENSOR,
+        "a graph reads the storage it was captured with: another tensor, storage, shape, stride, "
+        "dtype or requires_grad, a first or last hook and Python attributes are noticed; values "
+        "are read at every replay",
+    ),
+    Row(
+        "modules, also in lists, objects and closures",
+        (torch.nn.Module,),
+        Treatment.MODULE,
+        "training flags, submodules, parameters, buffers, hooks and attributes are baked",
+    ),
+    Row(
+        "torch generators",
+        (torch.Generator,),
+        Treatment.IDENTITY,
+        "replays advance them as eager calls do",
+    ),
+    Row(
+        "random generators of Python and numpy",
+        (
+            random.Random,
+            "numpy.random.Generator",
+            "numpy.random.RandomState",
+            "numpy.random.BitGenerator",
+        ),
+        Treatment.REFUSED,
+        "a replay would neither see nor advance its hidden state",
+    ),
+    Row(
+        "iterators, generators and files",
+        (Iterator, AsyncIterator, Coroutine, io.IOBase),
+        Treatment.REFUSED,
+        "a replay would not advance it",
+    ),
+    Row(
+        "queues",
+        (
+            queue.Queue,
+            queue.SimpleQueue,
+            "asyncio.Queue",
+            "multiprocessing.queues.Queue",
+            "multiprocessing.queues.SimpleQueue",
+        ),
+        Treatment.REFUSED,
+        "a replay would not take from it",
+    ),
+    Row(
+        "numpy scalars",
+        ("numpy.generic",),
+        Treatment.VALUE,
+        "they are baked as constants, bit by bit",
+    ),
+    Row(
+        "numbers, strings and other plain values",
+        _SCALARS,
+        Treatment.VALUE,
+        "they are baked as constants: 1, True and 1.0 are three values, and so are 0.0 and -0.0; "
+        "NaN equals itself",
+    ),
+    Row(
+        "arrays and byte buffers",
+        (
+            "numpy.ndarray",
+            "array.array",
+            bytearray,
+            memoryview,
+            "_ctypes._SimpleCData",
+            "_ctypes.Structure",
+            "_ctypes.Array",
+        ),
+        Treatment.BYTES,
+        "their contents are baked; beyond 1 MiB they are refused unless numpy has them read-only",
+    ),
+    Row(
+        "lists, tuples, sets, deques and dictionaries",
+        (list, tuple, set, frozenset, collections.deque, dict, types.MappingProxyType),
+        Treatment.CONTENTS,
+        "what they hold is baked, of whatever length, in the order they give it",
+    ),
+    Row(
+        "functions, methods and partial calls",
+        (
+            types.FunctionType,
+            types.MethodType,
+            types.BuiltinMethodType,
+            types.MethodWrapperType,
+            functools.partial,
+            functools.partialmethod,
+            staticmethod,
+            classmethod,
+            property,
+            functools.cached_property,
+            functools._lru_cache_wrapper,
+        ),
+        Treatment.FUNCTION,
+        "their operations are baked, with every constant that their code reads",
+    ),
+    Row(
+        "classes",
+        (type,),
+        Treatment.CLASS,
+        "methods and class attributes are baked; not of library classes",
+    ),
+    Row(
+        "Python modules",
+        (types.ModuleType,),
+        Treatment.NAMESPACE,
+        "the functions and constants that the code names are baked",
+    ),
+    Row(
+        "weak references and context variables",
+        (
+            weakref.ReferenceType,
+            weakref.ProxyType,
+            weakref.CallableProxyType,
+            contextvars.ContextVar,
+        ),
+        Treatment.REFERENT,
+        "forward reads what they refer to now",
+    ),
+    Row(
+        "internals of torch, numpy, packgraph and of the interpreter",
+        (
+            "torch._*",
+            "torch.distributed.*",
+            "torch.cuda.*",
+            "torch.fx.*",
+            "torch.jit.*",
+            "torch.utils.*",
+            "numpy.*",
+            "packgraph.*",
+            "logging.*",
+            "threading.Thread",
+            "concurrent.*",
+            "asyncio.*",
+            "contextlib.*",
+            "_thread.*",
+            types.CodeType,
+            types.CellType,
+            types.FrameType,
+        ),
+        Treatment.IDENTITY,
+        "they keep caches of their own",
+    ),
+    Row(
+        "other objects",
+        (object,),
+        Treatment.ATTRIBUTES,
+        "attributes and slots are baked, to three objects deep; below that, and of objects without "
+        "attributes, "
+        "identity is watched",
+    ),
 )
 
 
@@ -131,14 +274,18 @@ def row_of(value: Any) -> Row:
     kind = type(value)
     row = _ROW_OF.get(kind)
     if row is None:
-        row = _ROW_OF[kind] = next(row for row in WATCHED if any(_fits(kind, wanted) for wanted in row.kinds))
+        row = _ROW_OF[kind] = next(
+            row for row in WATCHED if any(_fits(kind, wanted) for wanted in row.kinds)
+        )
     return row
 
 
 def global_generators() -> tuple[Any, ...]:
-    """The hidden generators behind `random.random` and `numpy.random.rand`: captures see draws from them."""
+    """The hidden generators behind `random.random` and `numpy.random.rand`: captures see draws
+    from them."""
     numpy = sys.modules.get("numpy.random")
-    return (random.random.__self__, *(() if numpy is None else (numpy.rand.__self__,)))
+    draws = [random.random, *(() if numpy is None else (numpy.rand,))]
+    return tuple(getattr(draw, "__self__", None) for draw in draws)
 
 
 def value_key(value: Any) -> Hashable | None:
@@ -173,8 +320,11 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def contents(buffer: Any) -> tuple[Any, ...] | None:
-    """Form and bytes of an array or a byte buffer; the form alone if it is large and cannot be written to, None if it is
-    too large to be compared before every call."""
+    """Form and bytes of an array or a byte buffer.
+
+    Of one that is large and cannot be written to, the form alone; None if it is too large to be
+    compared before every call.
+    """
     form = tuple(getattr(buffer, name, None) for name in ("dtype", "shape", "strides", "typecode"))
     nbytes = getattr(buffer, "nbytes", None)
     if nbytes is None:
@@ -217,15 +367,18 @@ ASSUMED = _Assumed()
 
 
 def assume_constant(value: T) -> T:
-    """Declare that what captured code reads of an object never changes, so that graphs need not watch it.
+    """Declare that what captured code reads of an object never changes, so that graphs need not
+    watch it.
 
-    The inside of the object is then neither watched nor refused: a random generator, an iterator or a large array may
-    stay an attribute of a module, and a trainer that changes in every step does not lead to new captures. Replays go
-    on with what forward read at the capture. An attribute that gets another object is still noticed.
+    The inside of the object is then neither watched nor refused: a random generator, an iterator or
+    a large array may stay an attribute of a module, and a trainer that changes in every step does
+    not lead to new captures. Replays go on with what forward read at the capture. An attribute that
+    gets another object is still noticed.
 
     Args:
-        value: What to leave unwatched: an object, a container, an array, a function or a module with all it holds.
-            It is not kept alive, unless it cannot be referred to weakly (lists, dictionaries, numpy generators).
+        value: What to leave unwatched: an object, a container, an array, a function or a module
+            with all it holds. It is not kept alive, unless it cannot be referred to weakly (lists,
+            dictionaries, numpy generators).
 
     Returns:
         The same object.
@@ -234,7 +387,9 @@ def assume_constant(value: T) -> T:
         TypeError: `value` is a plain value such as a number, which has no identity of its own.
     """
     if row_of(value).treatment is Treatment.VALUE:
-        raise TypeError(f"assume_constant({value!r}): a {type(value).__name__} is known by its value, not as an object; "
-                        "pass the object that holds it")
+        raise TypeError(
+            f"assume_constant({value!r}): a {type(value).__name__} is known by its value, not as "
+            "an object; pass the object that holds it"
+        )
     ASSUMED.add(value)
     return value

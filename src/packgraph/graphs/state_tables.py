@@ -1,6 +1,9 @@
-"""Snapshots of containers: what they held, how to read it again, and where that is in the user's words."""
+"""Snapshots of containers: what they held, how to read it again, and where that is in the user's
+words."""
+
+import gc
 import operator
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -29,14 +32,16 @@ class Place(NamedTuple):
 
     def entry(self, key: Any) -> "Place":
         """An entry of a container."""
-        return self._replace(path=f"{self.path}[{key!r}]" if value_key(key) else f"{self.path}[{type(key).__name__}]")
+        return self._replace(
+            path=f"{self.path}[{key!r}]" if value_key(key) else f"{self.path}[{type(key).__name__}]"
+        )
 
 
 class Form(Enum):
     """How the entries of a container can be compared fast."""
 
     FIELDS = "attributes of an object with __dict__"
-    DICT = "a plain dictionary"
+    DICT = "a plain dictionary, or what only changes with one"
     ITEMS = "a list, set or deque"
     FIXED = "cannot change"
     CALL = "by calling `quick`"
@@ -46,10 +51,11 @@ class Form(Enum):
 class Table:
     """What a container held.
 
-    holder: the container, or the object of the attributes. read: its entries now. entries: as they were. place, word:
-    where it is, and what an entry is called. mark: the attribute it belongs to; None, every entry is an attribute of
-    its own, of `owner` (default `holder`). ordered: the order of entries counts. quick: the values now, as fast as
-    possible.
+    holder: the container, or the object of the attributes. read: its entries now. entries: as they
+    were. place, word: where it is, and what an entry is called. mark: the attribute it belongs to;
+    None, every entry is an attribute of its own, of `owner` (default `holder`). ordered: the order
+    of entries counts. quick: the values now, as fast as possible. behind: the dictionary in whose
+    version every change shows, of the form DICT.
     """
 
     holder: Any
@@ -63,7 +69,8 @@ class Table:
     quick: Callable[[], Iterable[Any]] | None = None
     by_field: bool = True
     owner: Any = None
-    kind: type = type(None)
+    behind: dict[Any, Any] | None = None
+    kind: type = object
 
     def __post_init__(self) -> None:
         self.kind = type(self.holder)
@@ -104,38 +111,65 @@ def slot_names(kind: type) -> list[str]:
 def slots_table(owner: Any, names: Sequence[str], place: Place) -> Table:
     """The attributes in an object's slots."""
     read = partial(_slots, owner, names)
-    return Table(owner, Form.CALL, read, read(), place, "an attribute of", None, ordered=False,
-                 quick=partial(_values, read))
+    return Table(
+        owner,
+        Form.CALL,
+        read,
+        read(),
+        place,
+        "an attribute of",
+        None,
+        ordered=False,
+        quick=partial(_values, read),
+    )
 
 
 def _slots(owner: Any, names: Sequence[str]) -> Pairs:
-    return [(name, value) for name in names if (value := getattr(owner, name, MISSING)) is not MISSING]
+    return [
+        (name, value) for name in names if (value := getattr(owner, name, MISSING)) is not MISSING
+    ]
 
 
 def _values(read: Callable[[], Pairs]) -> list[Any]:
     return [value for _, value in read()]
 
 
-_ITERATE = {list: list.__iter__, set: set.__iter__, deque: deque.__iter__, tuple: tuple.__iter__,
-            frozenset: frozenset.__iter__}
+_ITERATE: dict[type, Callable[[Any], Iterable[Any]]] = {
+    list: list.__iter__,
+    set: set.__iter__,
+    deque: deque.__iter__,
+    tuple: tuple.__iter__,
+    frozenset: frozenset.__iter__,
+}
 
 
-def contents_table(value: Any, place: Place, mark: Mark | None, word: str = "an entry of", by_field: bool = False,
-                   owner: Any = None) -> Table:
+def contents_table(
+    value: Any,
+    place: Place,
+    mark: Mark | None,
+    word: str = "an entry of",
+    by_field: bool = False,
+    owner: Any = None,
+) -> Table:
     """The entries of a built-in container, whatever a subclass makes of them."""
     if isinstance(value, dict | MappingProxyType):
-        items = dict.items if isinstance(value, dict) else MappingProxyType.items
+        kinds = (OrderedDict, dict, MappingProxyType)
+        items = next(kind.items for kind in kinds if isinstance(value, kind))
         read: Callable[[], Pairs] = partial(_items, items, value)
+        table = Table(value, Form.DICT, read, read(), place, word, mark, ordered=True)
+        table.by_field, table.owner = by_field, owner
         if type(value) is dict:
-            return Table(value, Form.DICT, read, read(), place, word, mark, ordered=True, by_field=by_field,
-                         owner=owner)
-        return Table(value, Form.CALL, read, read(), place, word, mark, ordered=True, by_field=by_field, owner=owner,
-                     quick=partial(_flat, read))
+            table.behind = value
+        else:
+            table.form, table.quick = Form.CALL, partial(_flat, read)
+        return table
     base = next(kind for kind in _ITERATE if isinstance(value, kind))
     read = partial(_enumerated, _ITERATE[base], value)
-    form = Form.FIXED if base in (tuple, frozenset) else Form.ITEMS if type(value) is base else Form.CALL
-    return Table(value, form, read, read(), place, word, mark, ordered=True, by_field=False,
-                 quick=partial(_ITERATE[base], value))
+    exact = Form.ITEMS if type(value) is base else Form.CALL
+    form = Form.FIXED if base in (tuple, frozenset) else exact
+    table = Table(value, form, read, read(), place, word, mark, ordered=True)
+    table.by_field, table.quick = False, partial(_ITERATE[base], value)
+    return table
 
 
 def _items(items: Callable[[Any], Iterable[tuple[Any, Any]]], value: Any) -> Pairs:
@@ -151,16 +185,26 @@ def _enumerated(iterate: Callable[[Any], Iterable[Any]], value: Any) -> Pairs:
 
 
 def class_table(kind: type, place: Place, methods_only: bool) -> Table:
-    """The attributes of one class, without what Python itself keeps there. methods_only: of a library's class."""
+    """The attributes of one class, without what Python itself keeps there. methods_only: of a
+    library's class."""
     read = partial(_class_entries, kind, methods_only)
-    return Table(kind, Form.CALL, read, read(), place, "an attribute of", None, ordered=False,
-                 quick=vars(kind).values)
+    behind = next(found for found in gc.get_referents(vars(kind)) if type(found) is dict)
+    return Table(
+        kind, Form.DICT, read, read(), place, "an attribute of", None, ordered=False, behind=behind
+    )
 
 
 def _class_entries(kind: type, methods_only: bool) -> Pairs:
-    return [(name, value) for name, value in vars(kind).items()
-            if isinstance(value, FunctionType)
-            or not (methods_only or name.startswith("_abc_") or (name.startswith("__") and name.endswith("__")))]
+    return [
+        (name, value)
+        for name, value in vars(kind).items()
+        if isinstance(value, FunctionType)
+        or not (
+            methods_only
+            or name.startswith("_abc_")
+            or (name.startswith("__") and name.endswith("__"))
+        )
+    ]
 
 
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -169,8 +213,17 @@ _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 def function_table(function: FunctionType, place: Place) -> Table:
     """The code and the defaults of a function."""
     read = partial(_named_parts, function)
-    return Table(function, Form.CALL, read, read(), place, "an attribute of", None, ordered=False,
-                 quick=partial(operator.attrgetter(*_PARTS), function))
+    return Table(
+        function,
+        Form.CALL,
+        read,
+        read(),
+        place,
+        "an attribute of",
+        None,
+        ordered=False,
+        quick=partial(operator.attrgetter(*_PARTS), function),
+    )
 
 
 def _named_parts(function: FunctionType) -> Pairs:
@@ -180,8 +233,17 @@ def _named_parts(function: FunctionType) -> Pairs:
 def closure_table(function: FunctionType, place: Place) -> Table:
     """The variables of outer functions that a function reads."""
     read = partial(_cells, function)
-    return Table(function, Form.CALL, read, read(), place, "a variable of", None, ordered=False,
-                 quick=partial(_values, read))
+    return Table(
+        function,
+        Form.CALL,
+        read,
+        read(),
+        place,
+        "a variable of",
+        None,
+        ordered=False,
+        quick=partial(_values, read),
+    )
 
 
 def _cells(function: FunctionType) -> Pairs:
@@ -194,33 +256,60 @@ def _cells(function: FunctionType) -> Pairs:
     return pairs
 
 
-def names_table(namespace: dict[str, Any], names: Iterable[str], place: Place) -> Table:
-    """Chosen names of a module's globals, be they there or not."""
+def names_table(
+    namespace: dict[str, Any], names: Iterable[str], place: Place, settled: bool
+) -> Table:
+    """Chosen names of a module's globals, be they there or not. settled: its globals seldom
+    change."""
     names = sorted(names)
     there = [name for name in names if name in namespace]
     absent = [name for name in names if name not in namespace]
     read = partial(_picked, namespace, names)
+    if settled:
+        return Table(
+            namespace,
+            Form.DICT,
+            read,
+            read(),
+            place,
+            "a global of",
+            None,
+            ordered=False,
+            behind=namespace,
+        )
     # With one name alone itemgetter returns no tuple.
     picked = partial(operator.itemgetter(*there, there[0]), namespace) if there else tuple
     quick = partial(_checked, namespace.keys(), absent, picked)
-    return Table(namespace, Form.CALL, read, read(), place, "a global of", None, ordered=False, quick=quick)
+    return Table(
+        namespace, Form.CALL, read, read(), place, "a global of", None, ordered=False, quick=quick
+    )
 
 
 def _picked(namespace: dict[str, Any], names: Sequence[str]) -> Pairs:
     return [(name, namespace.get(name, MISSING)) for name in names]
 
 
-def _checked(keys: Any, absent: Sequence[str], picked: Callable[[], Iterable[Any]]) -> Iterable[Any]:
+def _checked(
+    keys: Any, absent: Sequence[str], picked: Callable[[], Iterable[Any]]
+) -> Iterable[Any]:
     return picked() if keys.isdisjoint(absent) else ()
 
 
 def referent_table(read_it: Callable[[], Any], value: Any, place: Place, mark: Mark) -> Table:
     """What a reference refers to."""
     read = partial(_referred, read_it)
-    return Table(value, Form.CALL, read, read(), place, "an attribute of", mark, ordered=False,
-                 quick=partial(_values, read))
+    return Table(
+        value,
+        Form.CALL,
+        read,
+        read(),
+        place,
+        "an attribute of",
+        mark,
+        ordered=False,
+        quick=partial(_values, read),
+    )
 
 
 def _referred(read_it: Callable[[], Any]) -> Pairs:
     return [("()", read_it())]
-

@@ -1,9 +1,10 @@
 """The walk over all Python state that a module's forward can read.
 
-It begins at the module and follows attributes, containers, objects, modules held anywhere, and the names that the code
-of forward reads: globals, closures, class attributes. Of classes it walks the methods whose name occurs in code that
-was walked before, so what nothing calls is left out.
+It begins at the module and follows attributes, containers, objects, modules held anywhere, and the
+names that the code of forward reads: globals, closures, class attributes. Of classes it walks the
+methods whose name occurs in code that was walked before, so what nothing calls is left out.
 """
+
 import enum
 import functools
 import types
@@ -14,7 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.code_reads import imported, is_library, is_library_class, reads_of
+from packgraph.graphs.code_reads import (
+    CALLED_BY_MACHINERY,
+    function_of,
+    imported,
+    is_implicit,
+    is_installed,
+    is_library,
+    is_library_class,
+    reads_of,
+)
 from packgraph.graphs.module_hooks import module_hooks, owners
 from packgraph.graphs.state_kinds import (
     ASSUMED,
@@ -43,7 +53,7 @@ from packgraph.graphs.state_tables import (
     slots_table,
 )
 from packgraph.graphs.tensor_state import OF_TORCH, TensorState
-from packgraph.graphs.wrapper import Wrapper
+from packgraph.graphs.wrapper import Wrapper, wrapped
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
 SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
@@ -65,8 +75,8 @@ class Refused(NamedTuple):
 class Walk:
     """Everything about `module` that graphs bake, as it is now.
 
-    tables: containers and what they hold. tensors: their facts. owners: modules. arrays: with their place, attribute
-    and contents. refused: why the module cannot be watched.
+    tables: containers and what they hold. tensors: their facts. owners: modules. arrays: with their
+    place, attribute and contents. refused: why the module cannot be watched.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -77,19 +87,24 @@ class Walk:
         self.refused: Refused | None = None
         self._seen: dict[int, int] = {}
         self._functions: dict[int, types.FunctionType] = {}
+        self._pending: list[types.FunctionType] = []
         self._classes: dict[type, bool] = {}
-        self._names = set(_CALLED)
+        self._names = set(CALLED_BY_MACHINERY)
         self._globals: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self._own_generators = {id(generator) for generator in global_generators()}
         self._note_module(module, Place(""))
-        self._walk_methods()
-        self.tables += [names_table(namespace, names, Place(name, _GLOBAL))
-                        for namespace, name, names in self._globals.values()]
+        self._walk_code()
+        self.tables += [
+            names_table(namespace, names, Place(name, _GLOBAL), is_installed(name))
+            for namespace, name, names in self._globals.values()
+        ]
 
     # ---- modules
 
     def _note_module(self, module: torch.nn.Module, place: Place) -> None:
-        left_out = {id(child) for owner in module.modules() if owner in ASSUMED for child in owner.modules()}
+        left_out = {
+            id(child) for owner in module.modules() if owner in ASSUMED for child in owner.modules()
+        }
         for name, owner in owners(module):
             if id(owner) not in left_out and id(owner) not in self._seen:
                 self._seen[id(owner)] = 0
@@ -104,19 +119,23 @@ class Walk:
         self.tables.append(fields)
         self._note_entries(fields, 0)
         for values in (owner._parameters, owner._buffers):
-            table = contents_table(values, place, None, "a parameter or buffer of", by_field=True, owner=owner)
+            table = contents_table(
+                values, place, None, "a parameter or buffer of", by_field=True, owner=owner
+            )
             self.tables.append(table)
             self._note_entries(table, 0)
 
     def _note_held(self, module: torch.nn.Module, place: Place) -> None:
         """A module that is no registered submodule."""
-        module = module.module if isinstance(module, Wrapper) else module
+        module = wrapped(module) if isinstance(module, Wrapper) else module
         if id(module) in self._seen:
             return
         hooks = module_hooks(module)
         if hooks is not None and self.refused is None:
-            self.refused = Refused(f"{place} is a module with hooks ({hooks}): they would run at capture only",
-                                   "remove the hooks, or do their work in forward")
+            self.refused = Refused(
+                f"{place} is a module with hooks ({hooks}): they would run at capture only",
+                "remove the hooks, or do their work in forward",
+            )
         self._note_module(module, place)
 
     # ---- values
@@ -133,7 +152,8 @@ class Walk:
         if how is Treatment.IDENTITY or value is MISSING or value in ASSUMED:
             return
         if how is Treatment.VALUE:
-            if "__dict__" in vars(type(value)) and not isinstance(value, enum.Enum):  # of a class derived from int, say
+            # A class derived from int, say, has attributes, too.
+            if "__dict__" in vars(type(value)) and not isinstance(value, enum.Enum):
                 self._note_attributes(value, place, mark, depth)
         elif how is Treatment.TENSOR:
             if self.tensors.note(value, place, mark) and not self.tensors.is_bare(value):
@@ -147,8 +167,11 @@ class Walk:
         elif self._is_new(value, depth):
             _NOTE[how](self, value, place, mark, depth)
         if len(self.tables) > MOST_CONTAINERS and self.refused is None:
-            self.refused = Refused(f"{place} leads to more than {MOST_CONTAINERS:,} objects and containers: too many "
-                                   "to be compared before every call", _way_out())
+            self.refused = Refused(
+                f"{place} leads to more than {MOST_CONTAINERS:,} objects and containers: too many "
+                "to be compared before every call",
+                _way_out(),
+            )
 
     def _is_new(self, value: Any, depth: int) -> bool:
         """Whether `value` was not met before, or deeper only."""
@@ -160,7 +183,11 @@ class Walk:
     def _refuse(self, value: Any, place: Place, reason: str) -> None:
         if self.refused is None and id(value) not in self._own_generators:
             kind = type(value)
-            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+            name = (
+                kind.__qualname__
+                if kind.__module__ == "builtins"
+                else f"{kind.__module__}.{kind.__qualname__}"
+            )
             self.refused = Refused(f"{place} is of type {name}: {reason}", _way_out())
 
     def _note_contents(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
@@ -168,9 +195,16 @@ class Walk:
             return
         table = contents_table(value, place, mark)
         self.tables.append(table)
-        if len(table.entries) > MOST_CONTAINERS and not isinstance(value, dict | tuple) and self.refused is None:
-            self.refused = Refused(f"{place} has {len(table.entries):,} entries: too many to be compared before every "
-                                   "call", "make it a tuple, or " + _way_out())
+        if (
+            len(table.entries) > MOST_CONTAINERS
+            and not isinstance(value, dict | tuple)
+            and self.refused is None
+        ):
+            self.refused = Refused(
+                f"{place} has {len(table.entries):,} entries: too many to be compared before every "
+                "call",
+                "make it a tuple, or " + _way_out(),
+            )
         self._note_entries(table, depth)
         if type(value).__module__ != "builtins":
             self._note_attributes(value, place, mark, depth)
@@ -180,9 +214,12 @@ class Walk:
         if found is not None:
             self.arrays.append((value, place, mark, found))
         elif self.refused is None:
-            self.refused = Refused(f"{place} is an array of more than {LARGEST_BYTES:,} bytes: too many to be compared "
-                                   "before every call", "make it a buffer of the module, make it read-only "
-                                   "(setflags(write=False)), or " + _way_out())
+            self.refused = Refused(
+                f"{place} is an array of more than {LARGEST_BYTES:,} bytes: too many to be "
+                "compared before every call",
+                "make it a buffer of the module, make it read-only "
+                "(setflags(write=False)), or " + _way_out(),
+            )
 
     def _note_attributes(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
         """What is in an object's `__dict__` and slots."""
@@ -214,24 +251,27 @@ class Walk:
 
     def _note_function(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
         if isinstance(value, functools.partial):
-            for part in (value.func, value.args, value.keywords):
-                self._note(part, place, mark, depth)
+            for name in ("func", "args", "keywords"):
+                self._note(getattr(value, name), place.field(name), mark, depth)
             return
         bound = getattr(value, "__self__", None)
         if bound is not None and not isinstance(bound, type | types.ModuleType):
             self._note(bound, place, mark, depth)
-        function = _function_of(value)
+        function = function_of(value)
         if function is not None:
-            self._walk_function(function)
+            self._add_function(function)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        if id(function) not in self._functions and function not in ASSUMED:
+            self._functions[id(function)] = function
+            self._pending.append(function)
 
     def _walk_function(self, function: types.FunctionType) -> None:
-        if id(function) in self._functions or function in ASSUMED:
-            return
-        self._functions[id(function)] = function
-        library = is_library(function.__globals__.get("__name__", ""))
+        origin = function.__globals__.get("__name__", "")
+        library = is_library(origin)
         closure = closure_table(function, Place("", _VARIABLE))
         found = [closure] if closure.entries else []
-        if not library:
+        if not is_installed(origin):
             found.append(function_table(function, Place(function.__qualname__)))
             found.append(fields_table(function, Place(function.__qualname__)))
         self.tables += found
@@ -240,7 +280,7 @@ class Walk:
         reads = reads_of(function.__code__)
         if not library:
             self._names |= reads.attributes
-            self._note_names(function.__globals__, reads.names, reads.attributes)
+            self._note_names(function.__globals__, reads.names, reads.attributes, set())
             for level, name in reads.imports:
                 for module in imported(level, name, function.__globals__.get("__package__")):
                     self._note_namespace(module, reads.attributes | reads.names, set())
@@ -248,14 +288,21 @@ class Walk:
             if isinstance(value, types.ModuleType):
                 self._note_namespace(value, reads.attributes, set())
 
-    def _note_names(self, namespace: dict[str, Any], names: Iterable[str], attributes: frozenset[str]) -> None:
-        """Globals that code reads, and what it may read of modules and classes among them."""
+    def _note_names(
+        self,
+        namespace: dict[str, Any],
+        names: Iterable[str],
+        attributes: frozenset[str],
+        above: set[int],
+    ) -> None:
+        """Globals that code reads, and what it may read of modules and classes among them.
+        above: modules done."""
         label = namespace.get("__name__", "")
         known = self._globals.setdefault(id(namespace), (namespace, label, set()))[2]
         for name in names:
             value = namespace.get(name, MISSING)
             if isinstance(value, types.ModuleType):
-                self._note_namespace(value, attributes, set())
+                self._note_namespace(value, attributes, above)
             if name in known:
                 continue
             known.add(name)
@@ -264,15 +311,18 @@ class Walk:
             elif not isinstance(value, types.ModuleType):
                 self._note(value, Place(f"{label}.{name}", _GLOBAL), (id(namespace), name), 0)
 
-    def _note_namespace(self, module: types.ModuleType, names: frozenset[str], above: set[int]) -> None:
-        """What code that knows `module` may read of it; library modules are taken as they are, name by name."""
+    def _note_namespace(
+        self, module: types.ModuleType, names: frozenset[str], above: set[int]
+    ) -> None:
+        """What code that knows `module` may read of it; library modules are taken as they are,
+        name by name."""
         if id(module) in above or module in ASSUMED:
             return
         above.add(id(module))
         namespace = vars(module)
         read = [name for name in names if name in namespace]
         if not is_library(module.__name__):
-            self._note_names(namespace, read, names)
+            self._note_names(namespace, read, names, above)
             return
         self._globals.setdefault(id(namespace), (namespace, module.__name__, set()))[2].update(read)
         for name in read:
@@ -295,35 +345,29 @@ class Walk:
                 if row_of(value).treatment is not Treatment.FUNCTION:
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
 
-    def _walk_methods(self) -> None:
-        """The methods that code walked so far may call, until no more come."""
+    def _walk_code(self) -> None:
+        """Walk the functions that were met, then the methods that they may call, until no more
+        come."""
         before = -1
-        while before != len(self._functions) + len(self._names) + len(self._classes):
-            before = len(self._functions) + len(self._names) + len(self._classes)
+        while self._pending or before != len(self._names) + len(self._classes):
+            while self._pending:
+                self._walk_function(self._pending.pop())
+            before = len(self._names) + len(self._classes)
             for kind, made in list(self._classes.items()):
                 if is_library_class(kind):
                     continue
                 for name, value in list(vars(kind).items()):
-                    special = name.startswith("__") and name not in _NOT_IN_CALLS and (made or name not in _MAKING)
-                    if special or name in self._names:
-                        function = _function_of(value)
+                    if name in self._names or is_implicit(name, made):
+                        function = function_of(value)
                         if function is not None:
-                            self._walk_function(function)
-
-
-def _function_of(value: Any) -> types.FunctionType | None:
-    """The Python function behind a method, a property, a cache and so on."""
-    for _ in range(8):
-        if isinstance(value, types.FunctionType):
-            return value
-        names = ("__func__", "fget", "func", "__wrapped__")
-        value = next((inner for name in names if (inner := getattr(value, name, None)) is not None), None)
-    return None
+                            self._add_function(function)
 
 
 def _way_out() -> str:
-    return ("pass its values to forward as tensors, draw random numbers with torch, or call "
-            "packgraph.assume_constant(object) if forward does not use it")
+    return (
+        "pass its values to forward as tensors, draw random numbers with torch, or call "
+        "packgraph.assume_constant(object) if forward does not use it"
+    )
 
 
 _NOTE: dict[Treatment, Callable[[Walk, Any, Place, Mark, int], None]] = {

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs import fallback, saved_tensors
+from packgraph.graphs import fallback
 from packgraph.graphs.signature import Signature, modes
+from packgraph.graphs.surroundings import reason_around
 from packgraph.packing.batch import PackedBatch
 
 PLAIN = (type(None), bool, int, str)  # constants whose value tells them apart
@@ -30,7 +31,7 @@ class Steady:
         the promise of a steady block.
         """
         if kwargs or fallback.bypass_reason() is not None or not torch.is_grad_enabled() or not self._module.training \
-                or saved_tensors.are_watched():
+                or reason_around() is not None:
             return None
         return self._known.get(self._facts(args))
 

@@ -21,10 +21,11 @@ from packgraph.graphs.backend import Backend, Graph, Static
 from packgraph.graphs.capture import compiled_code, explained, undone
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.module_state import ModuleState
+from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
 from packgraph.graphs.guard import HostReadGuard, Watch
 from packgraph.graphs.lanes import Lanes
-from packgraph.graphs.parameters import GradientBuffers, aliased_parameters
+from packgraph.graphs.module_state import ModuleState
+from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import hide_lengths
 from packgraph.graphs.signature import signature
 from packgraph.graphs.slot import Slot
@@ -38,7 +39,7 @@ class StepVariant:
     """One captured step."""
 
     def __init__(self, graph: Graph, inputs: list[torch.Tensor], result: Static,
-                 owned: list[tuple[torch.nn.Parameter, torch.Tensor]], read: list[torch.Tensor]) -> None:
+                 owned: list[GradientBuffer], read: list[torch.Tensor]) -> None:
         self.graph, self.inputs, self.result, self.owned, self.read = graph, inputs, result, owned, read
 
     def reset(self) -> None:
@@ -82,9 +83,9 @@ class GraphedStep:
         tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]
         for buffer, tensor in zip(variant.inputs, tensors, strict=True):
             buffer.copy_(tensor)
-        kept = GradientBuffers.attach(variant.owned)
+        aside = attach(variant.owned)
         variant.graph.replay()
-        GradientBuffers.give_back(kept)
+        settle(aside)
         self.stats.replayed += 1
         return variant.result.tensor.clone()
 
@@ -142,9 +143,8 @@ class GraphedStep:
             aliases = stack.enter_context(aliased_parameters(self.modules))
             owned = []
             for parameter in [p for p in self.modules.parameters() if p.requires_grad]:
-                real = aliases.parameter_of[id(parameter)]
-                parameter.grad = self._buffers.buffer(real)
-                owned.append((real, parameter.grad))
+                owned.append(self._buffers.buffer(aliases.parameter_of[id(parameter)]))
+                parameter.grad = owned[-1].tensor
             with compiled_code(self.compiled):
                 read = self._rehearse(shown, journal)
             stack.enter_context(compiled_code(self.compiled, fixed=True))

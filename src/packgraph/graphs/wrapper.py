@@ -1,22 +1,32 @@
 """A module that stands for another one: the same parameters, buffers, names, state and attributes.
 
 The tables of `nn.Module` are shared, so that names carry no prefix and a registration on either side is seen by
-both. What is a method of `nn.Module` over those tables and may be overridden by the module is delegated.
+both. The wrapped module's own names win: what wraps it keeps its state in an object of its own, the control, and is
+asked for a name only where the module has none.
 """
 import contextlib
 import copy
+import functools
+import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
+from torch.nn.modules import module as torch_module
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
            "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_ALL = [getattr(torch_module, f"_global{kind}") for kind in _HOOKS]
+_OWN = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"}) - {*_SHARED, "training"}
+_MODULE, _CONTROL = "_packgraph_module", "_packgraph_control"  # where a wrapper keeps the two
+_CALLED: ContextVar["Wrapper | None"] = ContextVar("packgraph_called_wrapper", default=None)
 
 
 @contextlib.contextmanager
 def as_in_training(module: torch.nn.Module) -> Iterator[None]:
-    """Gradients are on, and a module in evaluation mode is in training mode for the block.
+    """Gradients are on, anomaly detection is off, and a module in evaluation mode is in training mode for the block.
 
     In a module that is in training mode already, submodules that somebody left in evaluation mode stay so.
     """
@@ -24,104 +34,186 @@ def as_in_training(module: torch.nn.Module) -> Iterator[None]:
     if not module.training:
         module.train()
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
             yield
     finally:
         for owner, mode in flags:
             owner.training = mode
 
 
-class Wrapper(torch.nn.Module):
-    """Behaves as `module`, except for `forward`, forward and backward hooks, and the names that the subclass sets.
+class _Forward:
+    """`forward` of a wrapper: the wrapped module's own, so that a replacement takes effect and may call what it has
+    replaced. Only the call that `nn.Module.__call__` makes after its hooks goes to what wraps the module."""
 
-    A subclass sets all its own attributes in `__init__` and then calls `_seal`: from there on every other attribute
-    that is set or deleted is the module's.
+    def __get__(self, wrapper: "Wrapper | None", owner: type) -> Any:
+        if wrapper is None:  # some trainers read names of arguments off the class
+            return _forward
+        if _CALLED.get() is wrapper:
+            _CALLED.set(None)
+            return vars(wrapper)[_CONTROL]
+        return wrapped(wrapper).forward
+
+    def __set__(self, wrapper: "Wrapper", value: Any) -> None:
+        wrapped(wrapper).forward = value
+
+    def __delete__(self, wrapper: "Wrapper") -> None:
+        del wrapped(wrapper).forward
+
+
+def _forward(self: "Wrapper", *args: Any, **kwargs: Any) -> Any:
+    """Run the wrapped module's forward: eagerly, without its hooks."""
+    return wrapped(self).forward(*args, **kwargs)
+
+
+class Wrapper(torch.nn.Module):
+    """Behaves as `module`, except for calls, and for forward and backward hooks, of which it has its own.
+
+    Every name that the module has is the module's: to read, to set and to delete. A method of `nn.Module` that the
+    module overrides is the module's, too. Other names are looked up in `control`, which also makes the calls.
     """
 
-    module: torch.nn.Module
+    forward: Any = _Forward()
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, control: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__.update({table: vars(module)[table] for table in _SHARED}, module=module, _sealed=False)
+        shared = {table: vars(module)[table] for table in _SHARED}
+        self.__dict__.update(shared | {_MODULE: module, _CONTROL: control})
 
-    def _seal(self) -> None:
-        self.__dict__["_sealed"] = True
-
-    def _is_own(self, name: str) -> bool:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapper's hooks and, between them, what wraps the module."""
         own = vars(self)
-        return not own.get("_sealed") or name in own or hasattr(type(self), name)
+        if "forward" in own:  # put there past `__setattr__`
+            self.forward = own.pop("forward")
+        if not (any(own[kind] for kind in _HOOKS) or any(_HOOKS_OF_ALL) or own.get("_compiled_call_impl")):
+            return own[_CONTROL](*args, **kwargs)
+        token = _CALLED.set(self)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            _CALLED.reset(token)
 
     def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if _MODULE not in own:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r} yet")
+        module = own[_MODULE]
         try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["module"], name)
+            return getattr(module, name)
+        except AttributeError:  # of the module's own property, perhaps
+            if hasattr(type(module), name) or (name[:2] == name[-2:] == "__") or not hasattr(own[_CONTROL], name):
+                raise
+        return getattr(own[_CONTROL], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_own(name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
+        if isinstance(value, types.MethodType) and value.__self__ is self:  # as if it had been made for the module
+            value = types.MethodType(value.__func__, wrapped(self))
+        if name in _OWN or name[:2] == name[-2:] == "__":
+            object.__setattr__(self, name, value)
+            return
+        setattr(wrapped(self), name, value)
+        if name in _SHARED:
+            vars(self)[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if self._is_own(name):
-            super().__delattr__(name)
-        else:
-            delattr(self.module, name)
+        delattr(wrapped(self), name)
+
+    def __dir__(self) -> list[str]:
+        public = (name for name in dir(vars(self)[_CONTROL]) if not name.startswith("_"))
+        return sorted({*dir(wrapped(self)), *public})
 
     @property
     def training(self) -> bool:
         """Whether the module is in training mode."""
-        return "module" not in vars(self) or self.module.training
+        return _MODULE not in vars(self) or wrapped(self).training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "module" in vars(self):
-            self.module.training = mode
+        if _MODULE in vars(self):
+            wrapped(self).training = mode
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode of the wrapped module."""
-        self.module.train(mode)
+        wrapped(self).train(mode)
         return self
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """Apply `fn` to the wrapped module and everything in it."""
-        self.module.apply(fn)
+        wrapped(self).apply(fn)
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self.module._apply(fn, recurse)
+        wrapped(self)._apply(fn, recurse)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state."""
-        return self.module.state_dict(*args, **kwargs)
+        return wrapped(self).state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the wrapped module's state."""
-        return self.module.load_state_dict(*args, **kwargs)
+        return wrapped(self).load_state_dict(*args, **kwargs)
 
     def get_extra_state(self) -> Any:
         """The wrapped module's extra state."""
-        return self.module.get_extra_state()
+        return wrapped(self).get_extra_state()
 
     def set_extra_state(self, state: Any) -> None:
         """Set the wrapped module's extra state."""
-        self.module.set_extra_state(state)
+        wrapped(self).set_extra_state(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         """A copy of the wrapped module alone: what wraps it belongs to one set of storages."""
-        return copy.deepcopy(self.module, memo)
+        return copy.deepcopy(wrapped(self), memo)
 
     def __reduce__(self) -> Any:
         """Pickled as the wrapped module."""
-        return _unwrapped, (self.module,)
+        return _unwrapped, (wrapped(self),)
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self.module._save_to_state_dict(*args)
+        wrapped(self)._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.module._load_from_state_dict(*args)
+        wrapped(self)._load_from_state_dict(*args)
+
+
+class _Overridable:
+    """A method of every module: the wrapped module's where that has one of its own, or some value of that name."""
+
+    def __init__(self, name: str, own: Callable[..., Any]) -> None:
+        self._name, self._own = name, own
+
+    def __get__(self, wrapper: Wrapper | None, owner: type) -> Any:
+        if wrapper is None:
+            return self._own
+        module = wrapped(wrapper)
+        theirs = getattr(module, self._name)
+        if getattr(theirs, "__func__", None) is self._own:
+            return types.MethodType(self._own, wrapper)
+        if not callable(theirs):
+            return theirs
+
+        @functools.wraps(theirs)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = theirs(*args, **kwargs)
+            return wrapper if result is module else result
+
+        return method
+
+
+for _name, _method in vars(torch.nn.Module).items():
+    if not _name.startswith("_") and _name not in vars(Wrapper) and isinstance(_method, types.FunctionType):
+        setattr(Wrapper, _name, _Overridable(_name, _method))
+
+
+def wrapped(wrapper: Wrapper) -> torch.nn.Module:
+    """The module that `wrapper` stands for, whatever names that has."""
+    module: torch.nn.Module = vars(wrapper)[_MODULE]
+    return module
+
+
+def control_of(wrapper: Wrapper) -> Any:
+    """What wraps the module of `wrapper`."""
+    return vars(wrapper)[_CONTROL]
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from packgraph.models.config import DecoderConfig
-from packgraph.models.hf_family import Description, Family, Key
+from packgraph.models.hf_family import Description, Family, Key, value_of
 from packgraph.models.pattern import read_pattern, write_pattern
 
 MIXER, ATTENTION = "linear_attention", "full_attention"
@@ -219,8 +219,13 @@ HYBRIDS = (MAMBA2, NEMOTRON_H, BAMBA)
 
 
 def hybrid_family(config: DecoderConfig) -> Family:
-    """The only hybrid architecture that may have a model with such a pattern."""
+    """The hybrid architecture of such a model.
+
+    Mamba-2 layers alone are mamba2 or nemotron_h: the values that every Nemotron-H has for feed-forward and attention
+    layers, which a reader of a checkpoint sets and no other architecture has, tell the two apart.
+    """
     kinds = {config.branches(index) for index in range(config.num_layers)}
     if kinds == {("mamba",)}:
-        return MAMBA2
+        fixed = {field: value for field, value in NEMOTRON_H.fixed.items() if not field.startswith("experts.")}
+        return NEMOTRON_H if all(value_of(config, field) == value for field, value in fixed.items()) else MAMBA2
     return BAMBA if any(len(kind) > 1 for kind in kinds) else NEMOTRON_H

@@ -240,7 +240,8 @@ def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
         seen.add(node)
         region = getattr(node, "region", None)
         if isinstance(region, Region):
-            yield node, [parameter for parameter, _ in region.owned]
+            yield node, list(region.parameters.parameters)
+            seen.add(region.parameters.tensor.grad_fn)  # the same parameters
         elif type(node).__name__ == "AccumulateGrad":
             yield node, [node.variable]  # type: ignore[attr-defined]
         stack.extend(parent for parent, _ in node.next_functions)

@@ -22,7 +22,7 @@ from packgraph.graphs import fallback
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.graphed import Control, GraphedModule, control
 from packgraph.graphs.step import GraphedStep
 from packgraph.graphs.vote import Vote
 from packgraph.packing.batch import PackedBatch
@@ -59,7 +59,8 @@ class Pipeline:
     def __init__(self, chunks: Sequence[GraphedModule], links: Links, width: int, dtype: torch.dtype,
                  device: torch.device, group: int | None = None, whole_steps: bool = False, row_parts: int = 1,
                  rank_rows: int | None = None) -> None:
-        self.chunks, self.links, self.width, self.dtype, self.device = list(chunks), links, width, dtype, device
+        self.chunks, self.links = [control(chunk) for chunk in chunks], links
+        self.width, self.dtype, self.device = width, dtype, device
         self.group, self.row_parts, self.rank_rows = group, row_parts, rank_rows
         self.num_stages = len(self.chunks) * links.size
         for chunk in self.chunks:
@@ -255,7 +256,7 @@ class Pipeline:
         if isinstance(claim, Claim):
             claim.ticket.kept = True
             return Flight(claim, claim.ticket, direct=action.microbatch != self._watched)
-        chunk.stats.fallbacks[claim] += 1
+        chunk.stats.fell_back(claim)
         ticket = chunk.hold_slot()
         return Flight(None, ticket)
 
@@ -334,9 +335,9 @@ class Pipeline:
                 leaving.popleft().finish()
 
 
-def _without_company(chunks: Sequence[GraphedModule]) -> list[GraphedModule]:
+def _without_company(chunks: Sequence[Control]) -> list[Control]:
     """The chunks that share no parameter with another: others may put `.grad` of a shared one into their own buffer."""
-    owned = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
+    owned = [{id(parameter) for parameter in chunk.module.parameters()} for chunk in chunks]
     users = Counter(parameter for parameters in owned for parameter in parameters)
     return [chunk for chunk, parameters in zip(chunks, owned, strict=True)
             if all(users[parameter] == 1 for parameter in parameters)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.forget import forget, forget_all
-from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.graphs.lanes import Lanes
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.graphs.vote import Vote, alone
@@ -153,7 +153,7 @@ class Executor:
         """Agree about captures by `stage`; about those of whole steps, which reach over all stages, by `replica`."""
         self._vote = stage
         for graphed in self._graphed:
-            graphed.vote = stage
+            control(graphed).vote = stage
 
     def rebuild(self) -> None:
         """Capture all graphs anew, where there are any: shapes in the model have changed. Nothing may be in flight."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.forget import forget_code
-from packgraph.graphs.graphed import GraphedModule
+from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.graphs.memory_trace import predict_bank, trace_memory
 from packgraph.graphs.unused import free_unused
@@ -109,7 +109,7 @@ def plan_memory(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Se
         banks = ()
     if dropped:
         for chunk in chunks:
-            chunk.capacities = KeptCapacities(kept, dict.fromkeys(dropped, OVER_BUDGET))
+            control(chunk).capacities = KeptCapacities(kept, dict.fromkeys(dropped, OVER_BUDGET))
     if banks:
         notes.append(_told(banks, kept))
     return MemoryPlan(tuple(kept), tuple(dropped), banks, tuple(notes))

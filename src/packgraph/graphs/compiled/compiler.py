@@ -32,6 +32,7 @@ from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.guard import all_is_compiled
 from packgraph.graphs.pieces import Piece, saving
 from packgraph.graphs.signature import CONSTANTS
 from packgraph.packing.batch import PackedBatch
@@ -136,6 +137,10 @@ class Compiler:
 
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             nonlocal done
+            if all_is_compiled():
+                raise CaptureError("code that was compiled before does not fit inside the capture of it", "",
+                                   "something that torch takes for a constant differs from call to call: " + TO_DO
+                                   + MORE)
             compiler = this()
             assert compiler is not None, "it has the code that is called"
             started = time.perf_counter()

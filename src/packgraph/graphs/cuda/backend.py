@@ -15,6 +15,7 @@ from packgraph.graphs.cuda.lanes import CudaLanes, pinned, streams_beside
 from packgraph.graphs.cuda.workspaces import CublasWorkspaces
 from packgraph.graphs.guard import Journal
 from packgraph.graphs.lanes import HostMemories, capturing_lanes
+from packgraph.graphs.strides import with_bits
 from packgraph.plan.memory.bank import Lifetime
 
 
@@ -67,7 +68,8 @@ class CudaStatic:
         storage = torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined]
             owner.data_ptr(), tensor.device, owner.nbytes())
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.tensor = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.tensor = with_bits(empty, tensor.is_conj(), tensor.is_neg())
 
 
 class CudaGraph:

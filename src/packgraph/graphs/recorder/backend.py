@@ -37,17 +37,20 @@ from packgraph.graphs.lanes import capturing_lanes
 from packgraph.graphs.recorder.host import recorded_host, tell_waits
 from packgraph.graphs.recorder.lanes import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
+from packgraph.graphs.strides import with_bits
 from packgraph.plan.memory.bank import Lifetime
 
 
 class _Operand(NamedTuple):
-    """A tensor inside the pool, by block number and layout."""
+    """A tensor inside the pool, by block number, layout, and the bits of lazy views."""
 
     block: int
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
 
 
 class _Node(NamedTuple):
@@ -256,11 +259,15 @@ class RecorderWindow:
         number = self.block_of.get(tensor.untyped_storage()._cdata)
         if number is None:
             if id(tensor) not in self._external:
-                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-                    self._external[id(tensor)] = (tensor, tensor.detach())
+                own = tensor
+                if tensor.requires_grad:  # and may have a graph behind it; whoever has not is counted by its users
+                    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+                        own = tensor.detach()
+                self._external[id(tensor)] = (tensor, own)
             return self._external[id(tensor)][1]
         offset = int(tensor.storage_offset())
-        return _Operand(number, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()))
+        return _Operand(number, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()), tensor.is_conj(),
+                        tensor.is_neg())
 
     def resolve(self, operand: Any) -> Any:
         """The tensor behind an operand, once the window has closed."""
@@ -274,7 +281,8 @@ class RecorderWindow:
         else:
             storage, base = place, 0  # type: ignore[assignment]
         whole = torch.empty(0, dtype=operand.dtype)
-        return whole.set_(storage, base + operand.offset, operand.size, operand.stride)
+        whole.set_(storage, base + operand.offset, operand.size, operand.stride)
+        return with_bits(whole, operand.conjugate, operand.negative)
 
     def static(self, tensor: torch.Tensor) -> _Static:
         """A handle on `tensor` for replays."""

@@ -82,4 +82,4 @@ def tell_waits() -> None:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             return original(work, *args, **kwargs)
 
-    dist.Work.wait = wait  # type: ignore[method-assign]
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]

@@ -1,0 +1,166 @@
+"""Gradient buffers: the static memory that captured backwards add parameter gradients to.
+
+A backward graph adds to fixed addresses, while `.grad` belongs to the user, who may set it to None, replace it, or keep
+the tensor. So every replay begins by comparing `.grad` with the buffer:
+
+    `.grad` is                            before the replay                      after the replay
+    the buffer                            nothing                                nothing
+    None                                  the buffer, zeroed, becomes `.grad`    nothing
+    another tensor nobody else holds      copied in; the buffer becomes `.grad`  nothing
+    another tensor somebody else holds    copied in                              copied out to that tensor
+    any but the buffer, and somebody      the buffer's content is set aside      copied out; the content is put back
+    else holds the buffer
+
+Somebody else is found by reference counts: of the Python object that was `.grad`, and of the storage behind it (views,
+aliases, saved tensors).
+"""
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from packgraph.graphs.parameters import local_tensor
+
+_storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(local_tensor(tensor).untyped_storage()._cdata)
+
+
+def _counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to the Python object, as its caller's only local variable; uses of the storage."""
+    return sys.getrefcount(tensor), int(_storage_uses(_storage_of(tensor)))
+
+
+def _counts_of_a_gradient() -> tuple[int, int]:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    grad = parameter.grad
+    return _counts(grad)
+
+
+# What `_counts` says of a gradient that nobody but its parameter holds. Versions of torch and Python differ in it.
+_REFERENCES, _USES = _counts_of_a_gradient()
+
+
+class GradientBuffer:
+    """The gradient buffer of one parameter.
+
+    Attributes:
+        parameter: The parameter, which the graphs' memory belongs to.
+        tensor: What graphs write to, an alias that never leaves this object and graphs.
+        shown: What becomes `.grad`: a tensor of the same memory.
+    """
+
+    __slots__ = ("_storage", "parameter", "shown", "tensor")
+
+    def __init__(self, parameter: torch.nn.Parameter, shown: torch.Tensor) -> None:
+        self.parameter, self.shown = parameter, shown
+        self.tensor = shown.detach()
+        self._storage = _storage_of(shown)
+
+    def is_held(self) -> bool:
+        """Whether somebody else holds the buffer. Meaningful while it is not the parameter's `.grad`."""
+        # The attribute and the argument are two references; `tensor` is one use of the storage more.
+        return sys.getrefcount(self.shown) > 2 or _storage_uses(self._storage) > _USES + 1
+
+
+class _Aside(NamedTuple):
+    """A buffer that is not `.grad` for one replay. grad: the user's gradient, None = there was none. content: of the
+    buffer, to be put back; None = nobody needs it."""
+
+    buffer: GradientBuffer
+    grad: torch.Tensor | None
+    content: torch.Tensor | None
+
+
+class GradientBuffers:
+    """The gradient buffers of a module's parameters, one each, for the life of the graphs."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, GradientBuffer] = {}
+        self.shared = False  # several threads train: no buffer is `.grad` (shared_gradients.py)
+
+    def all(self) -> list[GradientBuffer]:
+        """The buffers."""
+        return list(self._buffers.values())
+
+    def buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
+        """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the first backward."""
+        if id(parameter) not in self._buffers:
+            shown = None if self.shared else parameter.grad
+            if shown is None:
+                shown = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
+            self._buffers[id(parameter)] = GradientBuffer(parameter, shown)
+        return self._buffers[id(parameter)]
+
+
+@torch.no_grad()
+def attach(buffers: Iterable[GradientBuffer]) -> list[_Aside]:
+    """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its replay."""
+    cleared: list[torch.Tensor] = []
+    aside: list[_Aside] = []
+    for buffer in buffers:
+        grad = buffer.parameter.grad
+        if grad is buffer.shown:
+            continue
+        held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
+        if held or (grad is not None and _is_held(_counts(grad))):
+            content = buffer.tensor.clone() if held else None
+            aside.append(_Aside(buffer, grad, content))
+        else:
+            buffer.parameter.grad = buffer.shown
+        if grad is None:
+            cleared.append(local_tensor(buffer.tensor))
+        elif not _same_memory(grad, buffer.tensor):
+            buffer.tensor.copy_(grad)
+        grad = None
+    if cleared:
+        torch._foreach_zero_(cleared)
+    return aside
+
+
+@torch.no_grad()
+def settle(aside: Sequence[_Aside]) -> None:
+    """After the replay: hand the sums to gradients that are not in the buffers."""
+    for buffer, grad, content in aside:
+        if grad is None:
+            buffer.parameter.grad = buffer.tensor.clone()
+        else:
+            grad.copy_(buffer.tensor)
+        if content is not None:
+            buffer.tensor.copy_(content)
+
+
+class SeparateGradients:
+    """One replay whose gradients are wanted by themselves, not added to `.grad`.
+
+    Buffers hold -0.0 meanwhile, to which everything adds without a change of any bit.
+    """
+
+    @torch.no_grad()
+    def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
+        self._buffers = buffers
+        self._contents = [buffer.tensor.clone() for buffer in buffers]
+        for buffer in buffers:
+            buffer.tensor.zero_().neg_()
+
+    @torch.no_grad()
+    def take(self) -> list[torch.Tensor]:
+        """The gradients of the replay; buffers have their contents again."""
+        taken = [buffer.tensor.clone() for buffer in self._buffers]
+        for buffer, content in zip(self._buffers, self._contents, strict=True):
+            buffer.tensor.copy_(content)
+        return taken
+
+
+def _is_held(counts: tuple[int, int]) -> bool:
+    """Whether somebody but the parameter holds a gradient, or memory of its storage."""
+    return counts[0] > _REFERENCES or counts[1] > _USES
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = local_tensor(one), local_tensor(other)
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape

@@ -1,0 +1,148 @@
+"""The gradients of a region without a captured backward: its forward is run again, eagerly, and differentiated.
+
+That equals what was replayed as long as the forward does the same again: its inputs lie in the slot until its backward
+has run, nothing that it reads has changed, and random generators are put back to where they were. What it writes to
+(the statistics of a batch norm) is put back afterwards, and then its outputs must be those of the replay, bit by bit,
+since it might have read what it writes. Whatever is not known to be so is an error.
+"""
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from packgraph.graphs.entries import Passed
+from packgraph.graphs.guard import Journal
+from packgraph.graphs.region import Region, Token
+from packgraph.plan.stages import State
+
+
+def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None], versions: tuple[int, ...],
+                        random_states: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:
+    """The gradients of a region's parameters, inputs and returned parameters for these gradients of its outputs.
+
+    versions, random_states: As they were when the forward was replayed.
+
+    Returns:
+        What autograd is to be given for the parameters' edge, and gradients of inputs and returned parameters.
+
+    Raises:
+        RuntimeError: The forward could not be run again with the same result.
+    """
+    _check(region, versions)
+    leaves: dict[Token, torch.Tensor] = {}
+    with _unwritten(region.context.writes), _as_they_were(region.context.generators, random_states):
+        with torch.enable_grad(), region.context.calls:
+            made = _outputs(region, region.context.run(_state(region, leaves)))
+        if region.context.writes:
+            _compare(region, made)
+    starts = [(made[number], gradient) for number, gradient in enumerate(gradients) if gradient is not None]
+    inputs = [leaves[entry.token] for entry in region.inputs if entry.differentiable]
+    parameters = region.parameters.parameters
+    with _without_hooks([*region.returned, *parameters]):  # they fire where these gradients arrive
+        found = torch.autograd.grad([out for out, _ in starts], [*inputs, *region.returned, *parameters],
+                                    [gradient for _, gradient in starts], allow_unused=True)
+    owned = found[len(found) - len(parameters) :]
+    signal = region.parameters.deliver(owned) if region.parameters.is_wanted() else None
+    given, results = set[Token](), list[Any]()
+    for entry, gradient in zip([entry for entry in region.inputs if entry.differentiable], found, strict=False):
+        results.append(None if entry.token in given else gradient)  # one leaf for all places of a tensor
+        given.add(entry.token)
+    return signal, [*results, *found[len(inputs) : len(inputs) + len(region.returned)]]
+
+
+def _check(region: Region, versions: tuple[int, ...]) -> None:
+    written = {tensor.untyped_storage()._cdata for tensor in region.context.writes}
+    for tensor, now, before in zip(region.context.reads, region.versions(), versions, strict=True):
+        if now != before and tensor.untyped_storage()._cdata not in written:
+            raise _cannot(region, f"a tensor of shape {tuple(tensor.shape)} that its forward reads was changed since")
+    if region.context.changed():
+        raise _cannot(region, "the module was changed since its forward")
+
+
+def _compare(region: Region, made: dict[int, torch.Tensor]) -> None:
+    """Raise RuntimeError unless the outputs are those of the replay."""
+    for number, output in enumerate(region.outputs):
+        if number in made and not _equal(made[number].detach(), output.static.tensor):
+            raise _cannot(region, "its forward writes to a tensor, and makes other outputs now")
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _cannot(region: Region, why: str) -> RuntimeError:
+    return RuntimeError(
+        f"another set of outputs of {region.name} got gradients than any captured backward starts from, or gradients "
+        f"of another memory layout, and the forward cannot be run again for it: {why}. Use the same outputs in the "
+        "loss during warm-up, or run such calls under packgraph.eager(...)")
+
+
+@contextlib.contextmanager
+def _unwritten(writes: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put back what the block writes to `writes`."""
+    journal = Journal()
+    for tensor in writes:
+        journal.before_write(tensor)
+    try:
+        yield
+    finally:
+        journal.restore()
+
+
+@contextlib.contextmanager
+def _as_they_were(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> Iterator[None]:
+    now = [generator.get_state() for generator in generators]
+    try:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in zip(generators, now, strict=True):
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within the block the hooks of `parameters` do not fire."""
+    tables = [table for parameter in parameters if (table := parameter._backward_hooks)]
+    hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, hooks, strict=True):
+            table.update(entries)
+
+
+def _state(region: Region, leaves: dict[Token, torch.Tensor]) -> State:
+    """The state that the region was captured for, on the slot's memory. leaves: gets the tensors."""
+    inputs = iter(region.inputs)
+    state: State = {}
+    for key, (spec, facts) in region.facts.items():
+        flat = list[Any]()
+        for fact in facts:
+            if fact[0] is not torch.Tensor:
+                flat.append(fact[1])
+                continue
+            entry = next(inputs)
+            if entry.token not in leaves:
+                leaves[entry.token] = entry.memory.tensor.detach().requires_grad_(fact[3])
+            flat.append(leaves[entry.token])
+        state[key] = tree_unflatten(flat, spec)
+    return state
+
+
+def _outputs(region: Region, result: State) -> dict[int, torch.Tensor]:
+    """The region's outputs by number, found in the result of a run as they were found at capture."""
+    made: dict[int, torch.Tensor] = {}
+    for key, entry in region.entries.items():
+        leaves = tree_leaves(result[key])
+        if isinstance(entry, Passed):
+            made.update((number, leaves[place].view_as(leaves[place])) for place, number in entry.outputs)
+        else:
+            made.update((what, leaf) for leaf, (kind, what) in zip(leaves, entry.leaves, strict=True)
+                        if kind == "output")
+    return made

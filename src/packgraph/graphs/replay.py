@@ -1,0 +1,160 @@
+"""Replaying a region inside the user's autograd graph.
+
+    forward     copy inputs in ─▶ forward graph ─▶ outputs, aliases of static memory
+    backward    the outputs' gradients ─▶ copy in ─▶ the backward graph of their pattern ─▶ inputs' gradients, .grad
+
+A backward that nobody has captured (a new pattern) runs eagerly: the region's inputs lie in the slot yet, so its
+forward is run again (`recompute.py`).
+"""
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from packgraph.graphs.entries import make_entry
+from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
+from packgraph.graphs.output_gradients import pattern_of
+from packgraph.graphs.parameters import has_hooks
+from packgraph.graphs.recompute import recompute_gradients
+from packgraph.graphs.region import Backward, Homes, Region
+from packgraph.graphs.slot import Ticket
+from packgraph.graphs.strides import copy_into
+from packgraph.plan.stages import State
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+def stage_inputs(region: Region, state: State, homes: Homes) -> list[torch.Tensor]:
+    """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in order."""
+    wanted: list[torch.Tensor] = []
+    key: str | None = None
+    leaves: list[torch.Tensor] = []
+    for entry in region.inputs:
+        if entry.key != key:
+            key, value = entry.key, state[entry.key]
+            leaves = [value] if isinstance(value, torch.Tensor) else tree_leaves(value)
+        tensor = leaves[entry.leaf]
+        if entry.buffer is not None:
+            if tensor.data_ptr() != entry.buffer.data_ptr():
+                entry.buffer.copy_(tensor.detach())
+            homes.note(tensor, entry.token, alias=False)
+        if entry.differentiable:
+            wanted.append(tensor)
+    return wanted
+
+
+def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) -> State:
+    """Replay the forward graph and return the next state; its outputs alias static memory and are noted in `homes`."""
+    edge = region.parameters
+    with ticket.slots.launches:
+        wanted = stage_inputs(region, state, homes)
+        if any(output.differentiable for output in region.outputs):
+            ticket.pending.add(region.number)
+            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, *wanted, *region.returned)
+        else:
+            replay_forward(region)
+            made = tuple(output.static.tensor.detach() for output in region.outputs)
+    for number, tensor in enumerate(made):
+        homes.note(tensor, (region.number, number), alias=True)
+    return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
+
+
+def replay_forward(region: Region) -> None:
+    """Replay the forward graph. What it writes to counts as changed, as it would by an eager call."""
+    region.forward.replay()
+    if region.context.writes:
+        torch.autograd.graph.increment_version(region.context.writes)
+
+
+class _Replay(torch.autograd.Function):
+    """The node of one call of a region. It takes the anchor and the edge of its parameters (`ParameterEdge`)."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, edge: torch.Tensor, region: Region, ticket: Ticket,
+                *inputs: torch.Tensor) -> Any:
+        ctx.region, ctx.ticket = region, ticket
+        ctx.set_materialize_grads(False)
+        ctx.random_states = [generator.get_state() for generator in region.context.generators]
+        replay_forward(region)
+        ctx.versions = region.versions()
+        made = tuple(output.static.tensor.detach() for output in region.outputs)
+        ctx.mark_non_differentiable(*[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable])
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        region, ticket = ctx.region, ctx.ticket
+        inputs = sum(entry.differentiable for entry in region.inputs)
+        if all(gradient is None for gradient in gradients):
+            return (None,) * (4 + inputs + len(region.returned))
+        _refuse_second_derivatives(region)
+        _check_versions(region, ctx.versions)
+        with ticket.slots.launches:
+            ticket.start_backward(region.number)
+        pattern = pattern_of(gradients)
+        backward = region.backwards.get(pattern)
+        with torch.no_grad():
+            if backward is not None:
+                signal, results = _replay_backward(region, backward, gradients, ticket)
+            else:
+                signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.random_states)
+                region.context.gradients.learn(region.number, list(region.backwards), pattern)
+        with ticket.slots.launches:
+            ticket.finish_backward(region.number)
+        return None, signal, None, None, *results
+
+
+def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: Ticket
+                     ) -> tuple[Any, list[Any]]:
+    """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned parameters."""
+    # What is wanted by itself: of some tensors only, to be seen by a hook, or to be added beside other threads.
+    shared = ticket.slots.launches.shared or not region.parameters.is_whole()
+    asked = [buffer for buffer in backward.owned if shared or has_hooks(buffer.parameter)]
+    added = backward.owned
+    if asked:
+        apart = set(map(id, asked))
+        added = [buffer for buffer in backward.owned if id(buffer) not in apart]
+    with ticket.slots.launches:
+        for number, static in backward.incoming.items():
+            given, target = gradients[number], static.tensor
+            assert given is not None
+            if given.data_ptr() != target.data_ptr():
+                copy_into(target, given)
+        separate, aside = SeparateGradients(asked), attach(added)
+        backward.graph.replay()
+        settle(aside)
+        found = separate.take()
+        results: list[Any] = []
+        for entry, gradient in zip(region.inputs, backward.gradients, strict=True):
+            if entry.differentiable:
+                results.append(None if gradient is None else gradient.tensor if entry.lend else gradient.tensor.clone())
+        results += [None if static is None else static.tensor.clone() for static in backward.returned]
+    return _delivered(region, asked, found) if asked else None, results
+
+
+def _delivered(region: Region, buffers: Sequence[GradientBuffer], gradients: Sequence[torch.Tensor]) -> Any:
+    """Hand gradients over that are not added to `.grad` here, if autograd wants them at all."""
+    if not region.parameters.is_wanted():
+        return None
+    found = {id(buffer.parameter): gradient for buffer, gradient in zip(buffers, gradients, strict=True)}
+    return region.parameters.deliver([found.get(id(parameter)) for parameter in region.parameters.parameters])
+
+
+def _refuse_second_derivatives(region: Region) -> None:
+    if torch.is_grad_enabled():
+        region.context.gradients.refuse_twice()
+        raise RuntimeError(
+            f"create_graph=True through {region.name}: a captured backward has no graph of its own that could be "
+            "differentiated again. Calls after this one run eagerly. To keep graphs for other calls, run those whose "
+            "gradients are differentiated under packgraph.eager(...)")
+
+
+def _check_versions(region: Region, versions: tuple[int, ...]) -> None:
+    """Raise RuntimeError when what the backward reads was changed since the forward."""
+    for tensor, version in zip(region.context.reads[: region.context.read_later], versions, strict=False):
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a parameter or buffer of shape {tuple(tensor.shape)} that {region.name} reads in its backward was "
+                "changed in place between forward and backward. Step the optimizer after the last backward, and write "
+                "to a new tensor otherwise")

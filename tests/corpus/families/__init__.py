@@ -1,0 +1,22 @@
+"""The entries, a file for each family; importing this registers all of them."""
+
+from corpus.families import (  # noqa: F401
+    arguments,
+    between,
+    code_state,
+    complexes,
+    effects,
+    functions,
+    gradients,
+    huggingface,
+    layers,
+    modes,
+    outputs,
+    python_state,
+    routing,
+    schemes,
+    teachers,
+    threads,
+    vision,
+    writes,
+)

@@ -1,0 +1,472 @@
+"""What autograd may be asked of a captured module: whatever it may be asked of the module itself."""
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from graphkit import poison_free_slots
+from torch import nn
+
+from packgraph import graph
+from packgraph.graphs.errors import PackgraphWarning
+
+
+class Net(nn.Module):
+    """Two outputs, a frozen weight, a parameter that only the second output reads, a statistic that forward writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.aside = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        hidden = (self.first(x) * self.frozen).tanh()
+        with torch.no_grad():
+            self.mean.lerp_(hidden.mean(0), 0.1)
+        return self.second(hidden), self.aside(hidden).sqrt()
+
+
+def twins(make=Net, calls=3, **options):
+    """An eager module, and its graphed twin after `calls` calls with backward."""
+    torch.manual_seed(1)
+    eager = make()
+    graphed = graph(copy.deepcopy(eager), **options)
+    for model in (eager, graphed):
+        for number in range(calls):
+            model(sample(number))[0].square().sum().backward()
+    return eager, graphed
+
+
+def sample(number, **options):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).requires_grad_(**options)
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, a in left.items():
+        b = right[name]
+        assert (a is None) == (b is None), name
+        assert a is None or torch.equal(a, b) or torch.equal(a.nan_to_num(7.7), b.nan_to_num(7.7)), name
+
+
+def run_both(eager, graphed, act):
+    """`act(model, number)` on both, poisoned slots in between; results and gradients must agree."""
+    for number in range(10, 14):
+        poison_free_slots(graphed, 0)
+        found = [act(model, number) for model in (eager, graphed)]
+        assert_same(dict(enumerate(found[0])), dict(enumerate(found[1])))
+        assert_same(gradients(eager), gradients(graphed))
+        assert_same(dict(eager.named_buffers()), dict(graphed.named_buffers()))
+
+
+# ---- gradients of some tensors only
+
+
+def backward_of_inputs(model, number):
+    names = ["first.weight", "second.bias"] if number % 2 else ["first.bias"]
+    chosen = [p for name, p in model.named_parameters() if name in names]
+    model(sample(number))[0].square().sum().backward(inputs=chosen)
+    return []
+
+
+def grad_of_parameters(model, number):
+    x = sample(number, requires_grad=True)
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    return torch.autograd.grad(model(x)[0].square().sum(), wanted, allow_unused=True)
+
+
+def grad_of_input(model, number):
+    x = sample(number, requires_grad=True)
+    return torch.autograd.grad(model(x)[0].square().sum(), [x])
+
+
+def two_calls_in_one_grad(model, number):
+    loss = model(sample(number))[0].square().sum() + model(sample(number + 50))[0].square().sum()
+    return torch.autograd.grad(loss, [model.first.weight, model.second.weight])
+
+
+@pytest.mark.parametrize("granularity", ["chunk", "layer"])
+@pytest.mark.parametrize("act", [backward_of_inputs, grad_of_parameters, grad_of_input, two_calls_in_one_grad],
+                         ids=lambda act: act.__name__)
+def test_gradients_of_some_tensors_only_are_those_of_eager(act, granularity):
+    eager, graphed = twins(granularity=granularity)
+    run_both(eager, graphed, act)
+    assert graphed.stats.replayed >= 4
+
+
+def test_backward_of_inputs_after_gradients_were_dropped():
+    eager, graphed = twins()
+    for model in (eager, graphed):
+        for p in model.parameters():
+            p.grad = None
+        model(sample(7))[0].square().sum().backward(inputs=[model.first.weight])
+        assert model.second.weight.grad is None
+    assert_same(gradients(eager), gradients(graphed))
+
+
+def test_the_graphs_go_on_after_gradients_of_some_tensors():
+    eager, graphed = twins()
+
+    def act(model, number):
+        found = grad_of_parameters(model, number)
+        model(sample(number))[0].square().sum().backward()
+        return found
+
+    run_both(eager, graphed, act)
+    assert graphed.stats.captured <= 3
+
+
+def test_second_derivatives_are_an_error_and_run_eagerly_from_then_on():
+    eager, graphed = twins()
+    x = sample(7, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"create_graph=True through .*packgraph\.eager"):
+        torch.autograd.grad(graphed(x)[0].square().sum(), [x], create_graph=True)
+
+    def penalty(model, number):
+        x = sample(number, requires_grad=True)
+        (found,) = torch.autograd.grad(model(x)[0].square().sum(), [x], create_graph=True)
+        found.norm().backward()
+        return [found.detach()]
+
+    with torch.no_grad():
+        eager(x)  # the call that failed has written to the statistic
+    for model in (eager, graphed):
+        model.zero_grad()
+    run_both(eager, graphed, penalty)
+    assert graphed.stats.fallbacks["gradients of the module are differentiated themselves (create_graph=True)"] == 4
+
+
+def test_second_derivatives_in_warm_up_keep_a_module_eager():
+    def penalty(model, number):
+        x = sample(number, requires_grad=True)
+        (found,) = torch.autograd.grad(model(x)[0].square().sum(), [x], create_graph=True)
+        found.norm().backward()
+        return [found.detach()]
+
+    torch.manual_seed(1)
+    eager = Net()
+    graphed = graph(copy.deepcopy(eager), warmup=2)
+    run_both(eager, graphed, penalty)
+    assert graphed.stats.captured == 0
+
+
+# ---- which outputs get gradients
+
+
+def first(model, number):
+    model(sample(number))[0].square().sum().backward()
+    return []
+
+
+def second(model, number):
+    model(sample(number).abs() + 1)[1].nan_to_num().square().sum().backward()
+    return []
+
+
+def both(model, number):
+    a, b = model(sample(number))
+    (a.square().sum() + b.nan_to_num().sum()).backward()
+    return []
+
+
+def expanded(model, number):
+    model(sample(number))[0].sum().backward()
+    return []
+
+
+def transposed(model, number):
+    model(sample(number))[0].t().contiguous().square().sum().backward()
+    return []
+
+
+@pytest.mark.parametrize("change", [second, both, expanded, transposed], ids=lambda act: act.__name__)
+def test_another_use_of_outputs_is_learned(change):
+    """Its first backward runs eagerly, with a warning, and is captured at the next call; None stays None."""
+    eager, graphed = twins()
+    for model in (eager, graphed):
+        model.zero_grad()
+    with pytest.warns(PackgraphWarning, match="another set of outputs"):
+        run_both(eager, graphed, change)
+    for model in (eager, graphed):
+        model.zero_grad()
+    run_both(eager, graphed, first)
+    run_both(eager, graphed, change)
+    reason = "another set of outputs got gradients than any captured backward starts from"
+    assert graphed.stats.fallbacks[reason] == 1 and graphed.stats.recaptures[reason] == 1
+    assert len(next(iter(graphed._slots.all[0].variants.values())).regions[0].backwards) == 2
+
+
+def test_an_output_that_the_loss_leaves_out_gets_no_gradient_and_no_nan():
+    """`sqrt` of a negative number is NaN, and its gradient NaN even for a gradient of zero."""
+    eager, graphed = twins()
+    run_both(eager, graphed, first)
+    assert graphed.aside.weight.grad is None
+    assert graphed.stats.fallbacks.keys() == {"warm-up"}
+
+
+def test_dropout_is_drawn_again_for_a_backward_that_nobody_captured():
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            hidden = functional.dropout(self.linear(x), 0.5)
+            return hidden, functional.dropout(hidden, 0.5)
+
+    eager, graphed = twins(Drops)
+    results = []
+    for model in (eager, graphed):
+        torch.manual_seed(5)
+        model.zero_grad()
+        outs = [model(sample(n)) for n in range(3)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackgraphWarning)
+            for a, b in reversed(outs):
+                (a.square().sum() + b.square().sum()).backward()
+        results.append({**gradients(model), "rng": torch.get_rng_state()})
+    assert_same(*results)
+
+
+def test_a_forward_that_reads_what_it_writes_is_not_run_again():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            out = self.linear(x) * self.calls
+            return out, out * 2
+
+    _, graphed = twins(Counts)
+    a, b = graphed(sample(3))
+    with pytest.raises(RuntimeError, match="writes to a tensor"):
+        (a + b).square().sum().backward()
+
+
+# ---- what changes between forward and backward
+
+
+@pytest.mark.parametrize("name", ["frozen", "second.weight"])
+def test_what_the_backward_reads_must_not_change(name):
+    eager, graphed = twins()
+    for model in (eager, graphed):
+        loss = model(sample(5))[0].square().sum()
+        with torch.no_grad():
+            model.get_parameter(name).mul_(2)
+        with pytest.raises(RuntimeError, match=r"inplace operation|changed in place between forward and backward"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("name", ["second.bias", "aside.weight"])
+def test_what_the_backward_does_not_read_may_change(name):
+    eager, graphed = twins()
+
+    def act(model, number):
+        loss = model(sample(number))[0].square().sum()
+        with torch.no_grad():
+            model.get_parameter(name).mul_(1.5)
+        loss.backward()
+        return []
+
+    run_both(eager, graphed, act)
+
+
+def test_a_parameter_hook_that_comes_between_forward_and_backward_fires():
+    eager, graphed = twins()
+    seen = {}
+    for key, model in (("eager", eager), ("graphed", graphed)):
+        loss = model(sample(5))[0].square().sum()
+
+        def double(gradient, key=key):
+            seen.setdefault(key, []).append(gradient.clone())
+            return gradient * 2
+
+        handle = model.first.weight.register_hook(double)
+        loss.backward()
+        handle.remove()
+    assert len(seen["eager"]) == len(seen["graphed"]) == 1 and torch.equal(seen["eager"][0], seen["graphed"][0])
+    assert_same(gradients(eager), gradients(graphed))
+
+
+def test_hooks_on_accumulators_fire():
+    eager, graphed = twins()
+    seen = {}
+    for key, model in (("eager", eager), ("graphed", graphed)):
+        node = torch.autograd.graph.get_gradient_edge(model.first.weight).node
+        handle = node.register_hook(lambda *_, key=key, m=model: seen.setdefault(key, []).append(
+            m.first.weight.grad.clone()))
+        model(sample(5))[0].square().sum().backward()
+        handle.remove()
+    assert len(seen["eager"]) == len(seen["graphed"]) == 1 and torch.equal(seen["eager"][0], seen["graphed"][0])
+
+
+# ---- gradients that are the user's
+
+
+def test_gradients_in_a_users_own_tensor_stay_there():
+    eager, graphed = twins()
+    flats = []
+    for model in (eager, graphed):
+        flat = torch.ones(32)
+        model.first.weight.grad = flat.view(8, 4)
+        for number in range(3):
+            model(sample(number))[0].square().sum().backward()
+        assert model.first.weight.grad.data_ptr() == flat.data_ptr()
+        flats.append(flat)
+    assert torch.equal(*flats)
+    assert_same(gradients(eager), gradients(graphed))
+
+
+@pytest.mark.parametrize("keep", [lambda g: g, lambda g: g.view(-1), lambda g: g.detach(), lambda g: g.numpy()],
+                         ids=["itself", "a view", "detached", "as an array"])
+def test_gradients_that_were_kept_stay_what_they_were(keep):
+    eager, graphed = twins()
+    found = []
+    for model in (eager, graphed):
+        kept = []
+        for number in range(3):
+            for p in model.parameters():
+                p.grad = None
+            model(sample(number))[0].square().sum().backward()
+            kept.append({name: keep(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        found.append({f"{number} {name}": torch.as_tensor(g) for number, grads in enumerate(kept)
+                      for name, g in grads.items()})
+        del kept
+    assert_same(*found)
+    found.clear()
+    for p in graphed.parameters():
+        p.grad = None
+    graphed(sample(1))[0].square().sum().backward()
+    owned = next(iter(graphed._slots.all[0].variants.values())).regions[0].backward.owned
+    assert all(buffer.parameter.grad is buffer.shown for buffer in owned)  # nobody else holds them any more
+
+
+def test_a_gradient_that_nobody_else_holds_is_exchanged():
+    _, graphed = twins()
+    for p in graphed.parameters():
+        if p.grad is not None:
+            p.grad = torch.ones_like(p)
+    graphed(sample(1))[0].square().sum().backward()
+    owned = next(iter(graphed._slots.all[0].variants.values())).regions[0].backward.owned
+    assert all(buffer.parameter.grad is buffer.shown for buffer in owned)
+
+
+# ---- outputs that share memory
+
+
+class Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self, x, self.linear(x))
+
+
+@pytest.mark.parametrize("function", [
+    lambda m, x, y: (y, y.t()), lambda m, x, y: (y, y[1:]), lambda m, x, y: (y, y.detach()),
+    lambda m, x, y: (y, x[1:]), lambda m, x, y: (y, m.linear.weight), lambda m, x, y: (y, m.linear.weight.view(-1)),
+], ids=["a view", "a part", "a detached alias", "a part of an input", "a parameter", "a view of a parameter"])
+def test_outputs_that_share_memory_are_refused(function):
+    def loop(model):
+        for number in range(4):
+            x = sample(number)
+            first, second = model(x)
+            first.square().sum().backward()
+            with torch.no_grad():
+                second.mul_(0.5)
+            outs.append([first.detach().clone(), x])
+        return gradients(model)
+
+    torch.manual_seed(1)
+    eager = Returns(function)
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    found = []
+    for model in (eager, graphed):
+        outs = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackgraphWarning)
+            found.append([*loop(model).values(), *(t for pair in outs for t in pair)])
+    assert_same(dict(enumerate(found[0])), dict(enumerate(found[1])))
+    assert graphed.stats.fallbacks["capture failed"] == 3
+
+
+@pytest.mark.parametrize("function", [
+    lambda m, x, y: (y, y), lambda m, x, y: (y, x), lambda m, x, y: y.chunk(2, -1), lambda m, x, y: (y, y.t().clone()),
+], ids=["one twice", "an input", "parts", "a copy"])
+def test_other_outputs_are_fine(function):
+    def act(model, number):
+        first, second = model(sample(number))
+        (first.square().sum() + 3 * (second * second.detach()).sum()).backward()
+        with torch.no_grad():
+            second.mul_(0.5)
+        return [first, second]
+
+    torch.manual_seed(1)
+    eager = Returns(function)
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    run_both(eager, graphed, act)
+    assert graphed.stats.replayed == 3
+
+
+# ---- complex tensors
+
+
+def fft_convolution(m, x, y):
+    return torch.fft.irfft(torch.fft.rfft(y) * torch.fft.rfft(m.linear.bias).conj(), n=4)
+
+
+COMPLEX = {
+    "fft convolution": fft_convolution,
+    "polar": lambda m, x, y: torch.view_as_real(torch.polar(y.exp(), x)).sum(-1),
+    "exp": lambda m, x, y: torch.exp(1j * y).imag + torch.exp(1j * y).real.cumsum(0),
+    "conjugate": lambda m, x, y: torch.complex(y, x).conj(),
+    "conjugate transpose": lambda m, x, y: torch.complex(y, x).mH @ torch.complex(x, y),
+    "imaginary part of a conjugate": lambda m, x, y: torch.complex(y, x).conj().imag,
+    "negative view, read later": lambda m, x, y: (torch.complex(y, x).conj().imag * x).tanh(),
+}
+
+
+@pytest.mark.parametrize("function", COMPLEX.values(), ids=COMPLEX)
+def test_complex_tensors_equal_eager(function):
+    def act(model, number):
+        out = model(sample(number))
+        (out.abs().square().sum() if out.is_complex() else out.square().sum()).backward()
+        return [out.detach().resolve_conj().resolve_neg()]
+
+    torch.manual_seed(1)
+    eager = Returns(function)
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    run_both(eager, graphed, act)
+    assert graphed.stats.replayed == 3
+
+
+def test_conjugate_inputs_are_a_key_of_their_own():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x @ self.weight).abs()
+
+    def act(model, number):
+        x = torch.complex(sample(number), sample(number + 1))
+        out = model(x.conj() if number % 2 else x)
+        out.square().sum().backward()
+        return [out.detach()]
+
+    torch.manual_seed(1)
+    eager = Scaled()
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    run_both(eager, graphed, act)
+    assert graphed.stats.captured == 2

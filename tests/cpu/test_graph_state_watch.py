@@ -1,0 +1,144 @@
+"""Python state that forward reads, of whatever kind: a change after the capture is seen before
+the next replay."""
+
+import pytest
+import torch
+import watchkit
+from statekit import One, X, captured, quietly
+from torch import nn
+from watchkit import CASES, Classy
+
+from packgraph.graphs import module_state, tensor_state
+from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs.graphed import graph
+
+
+@pytest.fixture(params=["versions", "identities"], autouse=True)
+def way(request, monkeypatch):
+    """Both ways to tell that nothing has changed: torch's own, and plain Python for where torch
+    has other ones."""
+    for module, name in (
+        (module_state, "USE_VERSIONS"),
+        (tensor_state, "USE_GUARDS"),
+        (tensor_state, "COUNT_HOOKS"),
+    ):
+        assert getattr(module, name), "torch's own ways are missing: the fast way is never taken"
+        monkeypatch.setattr(module, name, request.param == "versions")
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """Globals are put back."""
+    yield
+    watchkit.put_back()
+
+
+def steps(model, count, seed):
+    """Outputs and gradients of some calls on changing data."""
+    torch.manual_seed(seed)
+    found = []
+    for _ in range(count):
+        model.zero_grad()
+        x = torch.randn(3, 4)
+        out = quietly(model, x)
+        quietly(lambda out=out: out.sum().backward())
+        found += [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+def equal(one, other):
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_change_of_what_forward_reads_is_seen(case):
+    make, change, _ = CASES[case]
+    torch.manual_seed(1)
+    eager, module = make(), make()
+    graphed = graph(module, warmup=1)
+    assert equal(steps(eager, 3, 7), steps(graphed, 3, 7)) and graphed.stats.replayed == 2
+    change(eager)
+    change(module)
+    with pytest.warns(PackgraphWarning, match="capturing again"):
+        graphed(X)
+    quietly(eager, X)
+    assert equal(steps(eager, 3, 8), steps(graphed, 3, 8))
+    assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 6
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2] is not None])
+def test_the_same_value_once_more_is_no_change(case):
+    make, _, again = CASES[case]
+    torch.manual_seed(1)
+    eager, module = make(), make()
+    graphed = graph(module, warmup=1)
+    assert equal(steps(eager, 3, 7), steps(graphed, 3, 7))
+    for _ in range(2):
+        again(module)
+        again(eager)
+        assert equal(steps(eager, 2, 8), steps(graphed, 2, 8))
+    assert graphed.stats.replayed == 6 and not graphed.stats.recaptures
+
+
+@pytest.mark.parametrize("case", ["an equal list", "a set of the same size"])
+def test_an_equal_container_is_watched_in_place_of_the_old_one(case):
+    make, _, again = CASES[case]
+    graphed = captured(make(), X)
+    again(graphed.module)
+    graphed(X)
+    assert not graphed.stats.recaptures
+    held = graphed.module.c
+    held.append(7.0) if isinstance(held, list) else held.add(7)
+    with pytest.warns(PackgraphWarning, match="capturing again"):
+        assert torch.equal(graphed(X), graphed.module(X))
+
+
+def test_what_no_code_names_may_change():
+    graphed = captured(One(lambda m, x: m.linear(x)), X)
+    watchkit.SCALE, watchkit.SETTINGS.scale, Classy.scale = 3.0, 3.0, 3.0
+    graphed(X)
+    assert graphed.stats.replayed == 3 and not graphed.stats.recaptures
+
+
+def test_the_message_says_where():
+    for case, words in {
+        "a namespace": "'c.scale' changed",
+        "a global": "the global '.*SCALE' changed",
+        "a closure": "the closure variable 'scale' changed",
+        "a long list": r"'c\[99\]' changed",
+        "a class attribute": r"the class attribute 'Classy\.scale' changed",
+        "an array in place": "the contents of 'c' changed",
+        "a teacher in a list: its weights' storage": r"the storage of 'held\[0\]\.0\.weight'",
+    }.items():
+        make, change, _ = CASES[case]
+        graphed = captured(make(), X)
+        change(graphed.module)
+        with pytest.warns(PackgraphWarning, match=words):
+            graphed(X)
+        watchkit.put_back()
+
+
+def test_autocast_in_turns_keeps_the_fast_test():
+    graphed = graph(nn.Linear(4, 4), warmup=0)
+    for _ in range(3):
+        for autocast in (False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                out = graphed(X)
+            out.float().sum().backward()
+    seal = graphed._fingerprint._seal
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            assert seal.holds()
+    assert not graphed.stats.recaptures and graphed.stats.captured == 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_requires_grad_is_seen_with_gradients_off_too(grad):
+    module = nn.Linear(4, 4)
+    with torch.set_grad_enabled(grad):
+        state = module_state.ModuleState(module)
+        assert state.changed() is None
+        module.weight.requires_grad_(False)
+        assert "requires_grad of 'weight' changed" in str(state.changed())

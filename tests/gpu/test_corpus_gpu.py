@@ -1,0 +1,22 @@
+"""The corpus of hostile modules on CUDA: each is bitwise, a counted fallback with a warning, or an error."""
+import pytest
+import torch
+from corpus import families  # noqa: F401
+from corpus.entry import ENTRIES
+from corpus.loops import chosen, failures, numbers
+
+pytestmark = pytest.mark.gpu
+NAMES = list(ENTRIES)
+
+
+@pytest.fixture(autouse=True)
+def repeatable_kernels(monkeypatch):
+    """Sums by atomics differ from run to run without graphs, too."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@pytest.mark.parametrize("number", numbers(), ids=NAMES.__getitem__)
+def test_entry_never_differs_silently(number):
+    found = failures(chosen(number), "cuda")
+    assert not found, "\n".join(found)
