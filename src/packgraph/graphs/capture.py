@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import saved_tensors
 from packgraph.graphs.autograd_calls import only_forward
@@ -207,24 +207,34 @@ class _Run:
         self.read: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
         self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
+        self.whole = all(run.captured for run in program.runs)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
         state = detached_state(self.program.begin(args, kwargs), numbers_of_tensors(args, kwargs))
-        inputs = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-        self.known = {id(tensor): tensor for tensor in [*self.parameters, *inputs]}
-        self.seen.hand([*self.parameters, *inputs], self.where)
+        inputs = _tensors(state)
+        self._know([*self.parameters, *inputs])
+        if self.whole:  # eager stages may keep what they are given
+            self.seen.hand([*self.parameters, *inputs], self.where)
         with torch.enable_grad():
             for run in self.program.runs:
                 state = self._captured(run, state) if run.captured else self._eager(run, state)
             result = self.program.end(state)
             check_outputs(result)
-            self._backward(tree_leaves(result), inputs)
+            if self.whole:
+                leaves = tree_leaves(result)
+                self._backward([leaves[number] for number in self.gradients.expected(leaves)], inputs)
         return Rehearsal([tensor.detach() for tensor in self.read.values()],
                          [tensor.detach() for tensor in self.written.values()], self.seen.constants)
 
+    def _know(self, tensors: list[torch.Tensor]) -> None:
+        self.known |= {id(tensor): tensor for tensor in tensors}
+
     def _captured(self, run: Any, state: Any) -> Any:
         shown = hide_lengths(state)
-        given = [leaf for leaf in tree_leaves(shown) if isinstance(leaf, torch.Tensor)]
+        if not self.whole:  # as in a capture: hooks of eager code are on other tensors
+            shown = detached_state(shown, {id(tensor) for tensor in _tensors(shown)})
+        given = _tensors(shown)
+        self._know(given)
         outside = [*self.parameters, *self.buffers, *given]
         with self._unchanged(), HostReadGuard(self.device, constants_too=False), \
                 only_forward(outside, self.where, self._assigned), self.seen.constants.remembering(), \
@@ -243,28 +253,35 @@ class _Run:
         inside = staged | self.seen.storages()  # an earlier run of stages may have made what this one reads
         self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
         self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
+        if not self.whole:
+            result = self._cut(result, given)
         return with_lengths(state, shown, result)
+
+    def _cut(self, result: Any, given: list[torch.Tensor]) -> Any:
+        """What captured code has made, as copies of their own: eager stages may keep what they are given. What it needs
+        a backward for has it now, before eager code comes that registers hooks."""
+        before = {id(tensor) for tensor in given}
+        made = [tensor for tensor in _tensors(result) if id(tensor) not in before]
+        self._backward([tensor for tensor in made if tensor.requires_grad], given)
+        copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in made}
+        self._know(list(copies.values()))
+        return tree_map(lambda leaf: copies.get(id(leaf), leaf), result)
 
     def _eager(self, run: Any, state: Any) -> Any:
         with Watch(self.journal, refuse=False, device=None):
             state = self.program.run(run, state)
-        self.known |= {id(leaf): leaf for leaf in leaves_behind(tree_leaves(state))}
+        self._know(leaves_behind(tree_leaves(state)))
         return state
 
-    def _backward(self, leaves: list[Any], inputs: list[torch.Tensor]) -> None:
-        ends = [leaves[number] for number in self.gradients.expected(leaves)]
+    def _backward(self, ends: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         wanted = [t for t in [*self.parameters, *inputs] if t.requires_grad]
         if not ends or not wanted:
             return
-        whole = all(run.captured for run in self.program.runs)
-        # Hooks that eager stages have registered may do what they like: they run at every replay, too.
-        watch = ObservingWatch(self.journal, self.device, self.seen, forward=False) if whole \
-            else Watch(self.journal, refuse=True, device=self.device)
         if self.device_type == "cuda":
             for end in ends:
                 end.register_hook(watch_also())
-        with self._unchanged() if whole else contextlib.nullcontext(), HostReadGuard(self.device), watch, \
-                torch.autocast(self.device_type, enabled=False):
+        with self._unchanged(), HostReadGuard(self.device), \
+                ObservingWatch(self.journal, self.device, self.seen, forward=False), torch.autocast(self.device_type, enabled=False):
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
 
     @contextlib.contextmanager
@@ -282,6 +299,10 @@ class _Run:
         for owner in self.program.module.modules():
             for table in (owner._parameters, owner._buffers):
                 self.program.assigned.update((id(owner), name) for name, value in table.items() if value is tensor)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager

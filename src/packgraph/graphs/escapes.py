@@ -125,7 +125,9 @@ class Observation:
         if not left:
             return
         held = [(made, holder) for made in left[-_MOST_SHOWN:] if (holder := _holder(made.tensor()))]
-        first, holder = held[0] if held else (next((made for made in left if made.tensor() is not None), left[0]), "")
+        named = [made for made in left if isinstance(made.line, _Line)]
+        alive = [made for made in named if made.tensor() is not None]
+        first, holder = held[0] if held else ((alive or named or left)[-1], "")
         raise CaptureError(f"a tensor of shape {list(first.shape)} leaves forward other than through its outputs"
                            f"{holder}: a replay would not put it there again", str(first.line), _RETURN)
 
@@ -229,14 +231,17 @@ def _difference(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
 
 
 def _holder(tensor: torch.Tensor | None) -> str:
-    """`, into ...` if it can be told who holds `tensor`, otherwise empty."""
-    for holder in gc.get_referrers(tensor) if tensor is not None else ():
+    """`, into ...` if it can be told who holds `tensor`, otherwise empty: frozen objects are not looked through."""
+    if tensor is None:
+        return ""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if value is tensor:
+                    return f", into the global {name!r} of {module.__name__}"
+    for holder in gc.get_referrers(tensor):
         if isinstance(holder, dict):
             names = [name for name, value in holder.items() if value is tensor]
-            module = next((m for m in list(sys.modules.values()) if isinstance(m, ModuleType)
-                           and vars(m) is holder), None)
-            if names and module is not None:
-                return f", into the global {names[0]!r} of {module.__name__}"
             if names:
                 return f", into an entry or attribute called {names[0]!r}"
         elif isinstance(holder, list | deque | set):

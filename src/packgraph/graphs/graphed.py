@@ -208,7 +208,7 @@ class Control:
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
-        if call.key in self._failed and not self._may_capture_now():
+        if call.key in self._failed and (self._retries.is_hopeless(call.key) or not self._may_capture_now()):
             return fallback.CAPTURE_FAILED
         reason = self._check_fingerprint()
         if reason is not None:
@@ -248,7 +248,8 @@ class Control:
             self._complain(error, fallback.NO_MEMORY, "running eagerly for now, because a capture found no memory")
             return fallback.NO_MEMORY
         self._failed.add(call.key)
-        self._complain(error)
+        if self._retries.is_news(call.key, error) or self.strict:
+            self._complain(error)
         return fallback.CAPTURE_FAILED
 
     @contextlib.contextmanager
@@ -454,7 +455,7 @@ class Control:
                 raise error
             warn(f"capturing again: {error}")
         if self._may_capture_now():
-            self._failed.clear()
+            self._failed = set(filter(self._retries.is_hopeless, self._failed))
         self.stats.dropped("module changed", self._slots.clear())
         self._buffers_of_gradients = GradientBuffers()
         self._output_gradients.forget()
