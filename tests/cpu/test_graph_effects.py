@@ -40,28 +40,128 @@ class Two(nn.Module):
 def note(tensor): AUX.append(tensor)
 
 
-def to_a_list(m, x): h = m.linear(x); AUX.append(h.pow(2).mean()); return h
-def through_a_helper(m, x): h = m.linear(x); note(h.mean()); return h
-def the_output(m, x): h = m.linear(x); AUX.append(h); return h
-def a_view_of_the_output(m, x): h = m.linear(x); AUX.append(h[0]); return h
-def the_input(m, x): AUX.append(x); return m.linear(x)
-def a_view_of_the_input(m, x): AUX.append(x.view(-1)); return m.linear(x)
-def the_input_detached(m, x): AUX.append(x.detach()); return m.linear(x)
-def a_parameter(m, x): AUX.append(m.linear.weight); return m.linear(x)
-def data_of_a_parameter(m, x): AUX.append(m.linear.weight.data); return m.linear(x)
-def a_view_of_a_global(m, x): AUX.append(TABLE[1:]); return m.linear(x)
-def a_node(m, x): h = m.linear(x); AUX.append(h.sum().grad_fn); return h
-def a_number(m, x): AUX.append(1); return m.linear(x)
-def to_an_object(m, x): h = m.linear(x); KEPT.log = h.mean(); return h
-def to_a_deque(m, x): h = m.linear(x); KEPT.deque.append(h.detach()); return h
-def counted_in_an_object(m, x): KEPT.count += 1; return m.linear(x)
-def to_another_module(m, x): h = m.linear(x); OUTSIDE.saved = h.mean(); return h
-def to_a_context_variable(m, x): h = m.linear(x); LATEST.set(h.mean()); return h
-def to_a_parameter(m, x): h = m.linear(x); m.linear.weight.aux = h.mean(); return h
-def to_an_input(m, x): h = m.linear(x); x.cached = h.mean(); return h
-def to_a_module_of_python(m, x): h = m.linear(x); sys.modules["math"].leak = h.mean(); return h
-def through_a_thread(m, x): h = m.linear(x); in_a_thread(lambda: AUX.append(h.detach())); return h
-def to_a_cache(m, x): h = m.linear(x); keep(h.detach()); return h
+def to_a_list(m, x):
+    h = m.linear(x)
+    AUX.append(h.pow(2).mean())
+    return h
+
+
+def through_a_helper(m, x):
+    h = m.linear(x)
+    note(h.mean())
+    return h
+
+
+def the_output(m, x):
+    h = m.linear(x)
+    AUX.append(h)
+    return h
+
+
+def a_view_of_the_output(m, x):
+    h = m.linear(x)
+    AUX.append(h[0])
+    return h
+
+
+def the_input(m, x):
+    AUX.append(x)
+    return m.linear(x)
+
+
+def a_view_of_the_input(m, x):
+    AUX.append(x.view(-1))
+    return m.linear(x)
+
+
+def the_input_detached(m, x):
+    AUX.append(x.detach())
+    return m.linear(x)
+
+
+def a_parameter(m, x):
+    AUX.append(m.linear.weight)
+    return m.linear(x)
+
+
+def data_of_a_parameter(m, x):
+    AUX.append(m.linear.weight.data)
+    return m.linear(x)
+
+
+def a_view_of_a_global(m, x):
+    AUX.append(TABLE[1:])
+    return m.linear(x)
+
+
+def a_node(m, x):
+    h = m.linear(x)
+    AUX.append(h.sum().grad_fn)
+    return h
+
+
+def a_number(m, x):
+    AUX.append(1)
+    return m.linear(x)
+
+
+def to_an_object(m, x):
+    h = m.linear(x)
+    KEPT.log = h.mean()
+    return h
+
+
+def to_a_deque(m, x):
+    h = m.linear(x)
+    KEPT.deque.append(h.detach())
+    return h
+
+
+def counted_in_an_object(m, x):
+    KEPT.count += 1
+    return m.linear(x)
+
+
+def to_another_module(m, x):
+    h = m.linear(x)
+    OUTSIDE.saved = h.mean()
+    return h
+
+
+def to_a_context_variable(m, x):
+    h = m.linear(x)
+    LATEST.set(h.mean())
+    return h
+
+
+def to_a_parameter(m, x):
+    h = m.linear(x)
+    m.linear.weight.aux = h.mean()
+    return h
+
+
+def to_an_input(m, x):
+    h = m.linear(x)
+    x.cached = h.mean()
+    return h
+
+
+def to_a_module_of_python(m, x):
+    h = m.linear(x)
+    sys.modules["math"].leak = h.mean()
+    return h
+
+
+def through_a_thread(m, x):
+    h = m.linear(x)
+    in_a_thread(lambda: AUX.append(h.detach()))
+    return h
+
+
+def to_a_cache(m, x):
+    h = m.linear(x)
+    keep(h.detach())
+    return h
 
 
 def to_a_global(m, x):
@@ -101,20 +201,82 @@ class Counts(Leaks):
 
 def from_a_backward(m, x): return Leaks.apply(m.linear(x))
 def counted_in_a_backward(m, x): return Counts.apply(m.linear(x))
-def backward_inside(m, x): h = m.linear(x); m.other(x).pow(2).mean().backward(); return h
-def backward_of_torch(m, x): h = m.linear(x); torch.autograd.backward(m.other(x).pow(2).mean()); return h
-def data_of_a_weight(m, x): m.linear.weight.data = m.linear.weight.data * 0.9; return m.linear(x)
-def data_of_the_input(m, x): x.data = x.data * 2; return m.linear(x)
-def storage_of_a_weight(m, x): m.linear.weight.data.set_(m.linear.weight.data * 0.9); return m.linear(x)
-def hook_on_a_tensor(m, x): h = m.linear(x); h.register_hook(lambda g: AUX.append(1)); return h * 2
-def hook_on_a_weight(m, x): m.linear.weight.register_hook(lambda g: g * 2); return m.linear(x)
-def hook_on_an_input(m, x): x.register_hook(lambda g: g * 2); return m.linear(x)
-def hook_on_a_node(m, x): h = m.linear(x); h.grad_fn.register_hook(lambda a, b: AUX.append(1)); return h * 2
-def hook_before_a_node(m, x): h = m.linear(x); h.grad_fn.register_prehook(lambda a: AUX.append(1)); return h * 2
-def gradient_kept(m, x): h = m.linear(x); h.retain_grad(); return h
-def gradient_read(m, x): g = m.linear.weight.grad; return m.linear(x) + (0 if g is None else g.sum())
-def gradient_cleared(m, x): m.other.weight.grad = None; return m.linear(x) + m.other(x)
-def a_weight_frozen(m, x): m.other.weight.requires_grad_(False); return m.linear(x) + m.other(x)
+
+
+def backward_inside(m, x):
+    h = m.linear(x)
+    m.other(x).pow(2).mean().backward()
+    return h
+
+
+def backward_of_torch(m, x):
+    h = m.linear(x)
+    torch.autograd.backward(m.other(x).pow(2).mean())
+    return h
+
+
+def data_of_a_weight(m, x):
+    m.linear.weight.data = m.linear.weight.data * 0.9
+    return m.linear(x)
+
+
+def data_of_the_input(m, x):
+    x.data = x.data * 2
+    return m.linear(x)
+
+
+def storage_of_a_weight(m, x):
+    m.linear.weight.data.set_(m.linear.weight.data * 0.9)
+    return m.linear(x)
+
+
+def hook_on_a_tensor(m, x):
+    h = m.linear(x)
+    h.register_hook(lambda g: AUX.append(1))
+    return h * 2
+
+
+def hook_on_a_weight(m, x):
+    m.linear.weight.register_hook(lambda g: g * 2)
+    return m.linear(x)
+
+
+def hook_on_an_input(m, x):
+    x.register_hook(lambda g: g * 2)
+    return m.linear(x)
+
+
+def hook_on_a_node(m, x):
+    h = m.linear(x)
+    h.grad_fn.register_hook(lambda a, b: AUX.append(1))
+    return h * 2
+
+
+def hook_before_a_node(m, x):
+    h = m.linear(x)
+    h.grad_fn.register_prehook(lambda a: AUX.append(1))
+    return h * 2
+
+
+def gradient_kept(m, x):
+    h = m.linear(x)
+    h.retain_grad()
+    return h
+
+
+def gradient_read(m, x):
+    g = m.linear.weight.grad
+    return m.linear(x) + (0 if g is None else g.sum())
+
+
+def gradient_cleared(m, x):
+    m.other.weight.grad = None
+    return m.linear(x) + m.other(x)
+
+
+def a_weight_frozen(m, x):
+    m.other.weight.requires_grad_(False)
+    return m.linear(x) + m.other(x)
 
 
 def hook_after_accumulation(m, x):
@@ -250,8 +412,16 @@ class KeepsOnItself(Leaks):
 def caches_a_constant(m, x): return m.linear(x) + cached_table(4)
 def keeps_on_the_context(m, x): return KeepsOnItself.apply(m.linear(x))
 def recomputes(m, x): return checkpoint(lambda v: torch.dropout(m.linear(v), 0.5, True), x, use_reentrant=False)
-def writes_in_place(m, x): m.other.weight.data.mul_(0.9); return m.linear(x) + m.other(x.detach()).detach()
-def switches_off_nothing(m, x): m.other.weight.requires_grad_(True); return m.linear(x) + m.other(x)
+
+
+def writes_in_place(m, x):
+    m.other.weight.data.mul_(0.9)
+    return m.linear(x) + m.other(x.detach()).detach()
+
+
+def switches_off_nothing(m, x):
+    m.other.weight.requires_grad_(True)
+    return m.linear(x) + m.other(x)
 
 
 def forks_the_generator(m, x):

@@ -23,6 +23,7 @@ _BACKWARD = "it adds to .grad at capture only, never at a replay", \
     "use torch.autograd.grad(..., create_graph=True) and let what it returns flow into an output"
 _GRADIENT = "a graph would not read or write the parameter's .grad", \
     "read or change gradients between backward and the optimizer's step"
+_TENSOR: Any = torch.Tensor  # whose properties are descriptors
 _REFUSED = {
     torch.Tensor.register_hook: ("Tensor.register_hook", *_HOOK),
     torch.Tensor.register_post_accumulate_grad_hook: ("Tensor.register_post_accumulate_grad_hook", *_HOOK),
@@ -30,16 +31,16 @@ _REFUSED = {
                                "call it on what forward returns, outside of forward"),
     torch.Tensor.backward: ("Tensor.backward", *_BACKWARD),
     torch.autograd.backward: ("torch.autograd.backward", *_BACKWARD),
-    torch.Tensor.data.__set__: ("an assignment to Tensor.data", "a replay would not do it",
+    _TENSOR.data.__set__: ("an assignment to Tensor.data", "a replay would not do it",
                                 "write in place under torch.no_grad(): tensor.copy_(...)"),
-    torch.Tensor.grad.__get__: ("Tensor.grad", *_GRADIENT),
-    torch.Tensor.grad.__set__: ("an assignment to Tensor.grad", *_GRADIENT),
-    torch.Tensor.grad.__delete__: ("a deletion of Tensor.grad", *_GRADIENT),
+    _TENSOR.grad.__get__: ("Tensor.grad", *_GRADIENT),
+    _TENSOR.grad.__set__: ("an assignment to Tensor.grad", *_GRADIENT),
+    _TENSOR.grad.__delete__: ("a deletion of Tensor.grad", *_GRADIENT),
 }
 _MARK = "_dynamo_"  # of attributes by which torch.compile marks tensors
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo", "_functorch", "_inductor"))
-_DATA = torch.Tensor.data.__set__
-_SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
+_DATA = _TENSOR.data.__set__
+_SWITCHES = (torch.Tensor.requires_grad_, _TENSOR.requires_grad.__set__)
 
 
 class _Facts(NamedTuple):
@@ -99,7 +100,8 @@ class _Builtins(Watcher):
     """Refuses what torch's function modes do not see."""
 
     def __init__(self) -> None:
-        self.builtins = {"register_hook": _refuse_on_node, "register_prehook": _refuse_on_node, "resize_": _refuse_resize}
+        self.builtins = {"register_hook": _refuse_on_node, "register_prehook": _refuse_on_node,
+                         "resize_": _refuse_resize}
 
 
 def _refuse_on_node(frame: FrameType, function: Any, done: bool) -> None:
@@ -140,6 +142,7 @@ class _ForwardCalls(FunctionWatcher):
         if func in _SWITCHES and id(args[0]) in self._outside:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if args[0].requires_grad != wanted:
-                raise CaptureError("requires_grad of a tensor from outside is changed inside a captured stage: a replay "
-                                   "would not do it", user_line(), "do it before the call, or on a detached tensor")
+                raise CaptureError("requires_grad of a tensor from outside is changed inside a captured stage: a "
+                                   "replay would not do it", user_line(),
+                                   "do it before the call, or on a detached tensor")
         return func(*args, **kwargs)

@@ -102,8 +102,9 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
     gradients: what is known of the gradients of such calls. changed: whether facts about the module hold no longer that
-    graphs bake. calls: entered around eager runs of the module. rehearsal: of the same call. lifetimes: of a trial, gets
-    what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has changed then.
+    graphs bake. calls: entered around eager runs of the module. rehearsal: of the same call. lifetimes: of a trial,
+    gets what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has changed
+    then.
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
     with explained(), undone(program.module, backend, effects) as journal, \
@@ -281,7 +282,8 @@ class _Run:
             for end in ends:
                 end.register_hook(watch_also())
         with self._unchanged(), HostReadGuard(self.device), \
-                ObservingWatch(self.journal, self.device, self.seen, forward=False), torch.autocast(self.device_type, enabled=False):
+                ObservingWatch(self.journal, self.device, self.seen, forward=False), \
+                torch.autocast(self.device_type, enabled=False):
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
 
     @contextlib.contextmanager

@@ -117,7 +117,8 @@ class Observation:
 
     def storages(self) -> set[int]:
         """The storages that captured code has made and that live yet."""
-        return {living._cdata for made in self._made if made.storage is not None and (living := made.storage()) is not None}
+        living = (made.storage() for made in self._made if made.storage is not None)
+        return {storage._cdata for storage in living if storage is not None}
 
     def check_gone(self) -> None:
         """Raise CaptureError if a tensor of the rehearsal lives on, though nothing that it returned does."""
@@ -226,8 +227,8 @@ def _difference(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
             f"{one} and then {other}"
         return f"two runs of forward with the same arguments gave {mine[0]} other values, {shown}: a graph would " \
                "freeze them"
-    return f"two runs of forward with the same arguments called {mine[0]} and then {theirs[0]}: a replay would always " \
-           "do the same"
+    return f"two runs of forward with the same arguments called {mine[0]} and then {theirs[0]}: a replay would " \
+           "always do the same"
 
 
 def _holder(tensor: torch.Tensor | None) -> str:

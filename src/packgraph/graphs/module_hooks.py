@@ -51,10 +51,11 @@ def only_marks(hook: Any) -> bool:
     `gradient_checkpointing_enable` calls): `output.requires_grad_(True)`. Its code tells: it names
     that method and nothing else, no global and no variable of an outer function.
     """
-    code = getattr(hook, "__code__", None)
+    if type(hook) is not FunctionType:
+        return False
+    code = hook.__code__
     return (
-        type(hook) is FunctionType
-        and code.co_names == ("requires_grad_",)
+        code.co_names == ("requires_grad_",)
         and not code.co_freevars
         and not hook.__defaults__
         and not hook.__kwdefaults__
