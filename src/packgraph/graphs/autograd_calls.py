@@ -141,6 +141,7 @@ class _ForwardCalls(FunctionWatcher):
         if func in _SWITCHES and id(args[0]) in self._outside:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if args[0].requires_grad != wanted:
-                raise CaptureError("requires_grad of a tensor from outside is changed inside a captured stage: a replay "
-                                   "would not do it", user_line(), "do it before the call, or on a detached tensor")
+                raise CaptureError("requires_grad of a tensor from outside is changed inside a captured stage: a "
+                                   "replay would not do it", user_line(),
+                                   "do it before the call, or on a detached tensor")
         return func(*args, **kwargs)

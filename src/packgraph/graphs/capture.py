@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import saved_tensors
 from packgraph.graphs.autograd_calls import only_forward
@@ -31,12 +31,13 @@ from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
-from packgraph.graphs.host_calls import watch_also
+from packgraph.graphs.host_calls import unwatched, watch_also, watched_calls
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.reached import Remembered, refuse_changes
+from packgraph.graphs.recorder.host import RecordedHost
 from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.slot import Slot
 from packgraph.plan.memory.bank import Lifetime
@@ -93,6 +94,7 @@ class Rehearsal(NamedTuple):
     read: list[torch.Tensor]
     written: list[torch.Tensor]
     constants: Constants
+    has_host_steps: bool = False
 
 
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, gradients: KeyGradients,
@@ -102,11 +104,14 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
     gradients: what is known of the gradients of such calls. changed: whether facts about the module hold no longer that
-    graphs bake. calls: entered around eager runs of the module. rehearsal: of the same call. lifetimes: of a trial, gets
-    what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has changed then.
+    graphs bake. calls: entered around eager runs of the module. rehearsal: of the same call. lifetimes: of a trial,
+    gets what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has changed
+    then.
     """
     effects = HostEffects(program.module, program.volatile, program.assigned)
-    with explained(), undone(program.module, backend, effects) as journal, \
+    # The rehearsal has watched the calls of the same code; what effects a recording holds it must see itself.
+    quiet = contextlib.nullcontext() if rehearsal.has_host_steps else unwatched()
+    with explained(), quiet, undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True):
         watched = ObservedProgram(program, effects)
         backend.lanes.memories.let_go()
@@ -139,15 +144,18 @@ def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
 def _compared(program: Program, backend: Backend, gradients: KeyGradients,
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less."""
-    seen = Observation(Constants(), is_first=True)
-    _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
+    seen, steps = Observation(Constants(), is_first=True), list[Any]()
+    with watched_calls(RecordedHost(steps.append)) if backend.guard_device is None else contextlib.nullcontext():
+        _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
     seen.check_gone()
     for _ in range(2):
         before, seen = seen, Observation(Constants())
-        rehearsal = _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
+        with unwatched():
+            rehearsal = _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
         seen.check_gone()
         if seen.has_called_as(before):
-            return rehearsal if backend.guard_device else Rehearsal([], [], rehearsal.constants)
+            used = rehearsal if backend.guard_device else Rehearsal([], [], rehearsal.constants)
+            return used._replace(has_host_steps=bool(steps))
     raise seen.difference(before)
 
 
@@ -207,24 +215,34 @@ class _Run:
         self.read: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
         self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
+        self.whole = all(run.captured for run in program.runs)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
         state = detached_state(self.program.begin(args, kwargs), numbers_of_tensors(args, kwargs))
-        inputs = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-        self.known = {id(tensor): tensor for tensor in [*self.parameters, *inputs]}
-        self.seen.hand([*self.parameters, *inputs], self.where)
+        inputs = _tensors(state)
+        self._know([*self.parameters, *inputs])
+        if self.whole:  # eager stages may keep what they are given
+            self.seen.hand([*self.parameters, *inputs], self.where)
         with torch.enable_grad():
             for run in self.program.runs:
                 state = self._captured(run, state) if run.captured else self._eager(run, state)
             result = self.program.end(state)
             check_outputs(result)
-            self._backward(tree_leaves(result), inputs)
+            if self.whole:
+                leaves = tree_leaves(result)
+                self._backward([leaves[number] for number in self.gradients.expected(leaves)], inputs)
         return Rehearsal([tensor.detach() for tensor in self.read.values()],
                          [tensor.detach() for tensor in self.written.values()], self.seen.constants)
 
+    def _know(self, tensors: list[torch.Tensor]) -> None:
+        self.known |= {id(tensor): tensor for tensor in tensors}
+
     def _captured(self, run: Any, state: Any) -> Any:
         shown = hide_lengths(state)
-        given = [leaf for leaf in tree_leaves(shown) if isinstance(leaf, torch.Tensor)]
+        if not self.whole:  # as in a capture: hooks of eager code are on other tensors
+            shown = detached_state(shown, {id(tensor) for tensor in _tensors(shown)})
+        given = _tensors(shown)
+        self._know(given)
         outside = [*self.parameters, *self.buffers, *given]
         with self._unchanged(), HostReadGuard(self.device, constants_too=False), \
                 only_forward(outside, self.where, self._assigned), self.seen.constants.remembering(), \
@@ -232,6 +250,7 @@ class _Run:
             versions = [leaf._version for leaf in given]
             result = self.program.run(run, shown)
             refuse_changed_inputs(versions, given, self.program.describe(run))
+        self.seen.returned(result)
         for leaf in leaves_behind(tree_leaves(result)):
             if id(leaf) not in self.known and not self.seen.has_made(leaf):
                 raise CaptureError(
@@ -242,27 +261,35 @@ class _Run:
         inside = staged | self.seen.storages()  # an earlier run of stages may have made what this one reads
         self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
         self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
+        if not self.whole:
+            result = self._cut(result, given)
         return with_lengths(state, shown, result)
+
+    def _cut(self, result: Any, given: list[torch.Tensor]) -> Any:
+        """What captured code has made, as copies of their own: eager stages may keep what they are given. What it needs
+        a backward for has it now, before eager code comes that registers hooks."""
+        before = {id(tensor) for tensor in given}
+        made = [tensor for tensor in _tensors(result) if id(tensor) not in before]
+        self._backward([tensor for tensor in made if tensor.requires_grad], given)
+        copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in made}
+        self._know(list(copies.values()))
+        return tree_map(lambda leaf: copies.get(id(leaf), leaf), result)
 
     def _eager(self, run: Any, state: Any) -> Any:
         with Watch(self.journal, refuse=False, device=None):
             state = self.program.run(run, state)
-        self.known |= {id(leaf): leaf for leaf in leaves_behind(tree_leaves(state))}
+        self._know(leaves_behind(tree_leaves(state)))
         return state
 
-    def _backward(self, leaves: list[Any], inputs: list[torch.Tensor]) -> None:
-        ends = [leaves[number] for number in self.gradients.expected(leaves)]
+    def _backward(self, ends: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         wanted = [t for t in [*self.parameters, *inputs] if t.requires_grad]
         if not ends or not wanted:
             return
-        whole = all(run.captured for run in self.program.runs)
-        # Hooks that eager stages have registered may do what they like: they run at every replay, too.
-        watch = ObservingWatch(self.journal, self.device, self.seen, forward=False) if whole \
-            else Watch(self.journal, refuse=True, device=self.device)
         if self.device_type == "cuda":
             for end in ends:
                 end.register_hook(watch_also())
-        with self._unchanged() if whole else contextlib.nullcontext(), HostReadGuard(self.device), watch, \
+        with self._unchanged(), HostReadGuard(self.device), \
+                ObservingWatch(self.journal, self.device, self.seen, forward=False), \
                 torch.autocast(self.device_type, enabled=False):
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
 
@@ -281,6 +308,10 @@ class _Run:
         for owner in self.program.module.modules():
             for table in (owner._parameters, owner._buffers):
                 self.program.assigned.update((id(owner), name) for name, value in table.items() if value is tensor)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from packgraph.graphs import fallback
 from packgraph.graphs.build import Owned, Variant
 from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.output_objects import close_objects
 from packgraph.graphs.program import Program
 from packgraph.graphs.region import Homes, accepts
 from packgraph.graphs.replay import replay_region
@@ -117,9 +118,9 @@ class Claim:
             was_eager = region is None
         result = self.program.end(state)
         if self.lends:
-            return result
+            return close_objects(result)
         with self.ticket.slots.launches:
-            return _left(result, homes)
+            return close_objects(_left(result, homes))
 
 
 def _left(result: Any, homes: Homes) -> Any:

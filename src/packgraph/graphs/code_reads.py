@@ -84,7 +84,7 @@ def is_library_class(kind: type) -> bool:
     return is_library(kind.__module__)
 
 
-CALLED_BY_MACHINERY = frozenset({"forward", "begin", "stages", "end"})
+CALLED_BY_MACHINERY = frozenset({"forward", "backward", "setup_context", "begin", "stages", "end"})
 _NOT_IN_CALLS = frozenset({
     "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
     "__init_subclass__", "__class_getitem__", "__copy__", "__deepcopy__", "__setattr__",

@@ -24,10 +24,12 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs.constants import Constants
-from packgraph.graphs.errors import CaptureError, is_user_file
+from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.guard import PLAIN_TENSORS, Journal, Watch, shapes_only, written_tensors
+from packgraph.graphs.output_objects import opened_in
 
 _RETURN = "return it from forward, or register a buffer and copy_ into it"
+_RETURN_FRESH = "make the object in every call, or return its tensors"
 _VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
 _MOST_SHOWN = 20  # tensors whose holder is looked for
 _PATIENCE = 0.5  # seconds; a thread of a collective may hold what it has sent for a moment yet
@@ -101,13 +103,22 @@ class Observation:
                 (self._tainted.add if tainted else self._tainted.discard)(_storage(result))
             self._made.append(_Made(weakref.ref(result), storage, tuple(result.shape), line, tainted))
 
+    def returned(self, result: Any) -> None:
+        """Captured code has returned this. Raises CaptureError for an object in it that somebody keeps."""
+        for opened in opened_in(result):
+            if opened.is_kept() and gc.collect() >= 0 and opened.is_kept():
+                raise CaptureError(f"forward returns a {opened.build[1].__name__} that it keeps, too: a replay would "
+                                   "return another one", user_line(), _RETURN_FRESH)
+            self._calls.append((("returns", repr(opened.build)), user_line()))
+
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether captured code has made this tensor."""
         return any(made.tensor() is tensor for made in self._made)
 
     def storages(self) -> set[int]:
         """The storages that captured code has made and that live yet."""
-        return {living._cdata for made in self._made if made.storage is not None and (living := made.storage()) is not None}
+        living = (made.storage() for made in self._made if made.storage is not None)
+        return {storage._cdata for storage in living if storage is not None}
 
     def check_gone(self) -> None:
         """Raise CaptureError if a tensor of the rehearsal lives on, though nothing that it returned does."""
@@ -115,7 +126,9 @@ class Observation:
         if not left:
             return
         held = [(made, holder) for made in left[-_MOST_SHOWN:] if (holder := _holder(made.tensor()))]
-        first, holder = held[0] if held else (next((made for made in left if made.tensor() is not None), left[0]), "")
+        named = [made for made in left if isinstance(made.line, _Line)]
+        alive = [made for made in named if made.tensor() is not None]
+        first, holder = held[0] if held else ((alive or named or left)[-1], "")
         raise CaptureError(f"a tensor of shape {list(first.shape)} leaves forward other than through its outputs"
                            f"{holder}: a replay would not put it there again", str(first.line), _RETURN)
 
@@ -214,19 +227,22 @@ def _difference(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
             f"{one} and then {other}"
         return f"two runs of forward with the same arguments gave {mine[0]} other values, {shown}: a graph would " \
                "freeze them"
-    return f"two runs of forward with the same arguments called {mine[0]} and then {theirs[0]}: a replay would always " \
-           "do the same"
+    return f"two runs of forward with the same arguments called {mine[0]} and then {theirs[0]}: a replay would " \
+           "always do the same"
 
 
 def _holder(tensor: torch.Tensor | None) -> str:
-    """`, into ...` if it can be told who holds `tensor`, otherwise empty."""
-    for holder in gc.get_referrers(tensor) if tensor is not None else ():
+    """`, into ...` if it can be told who holds `tensor`, otherwise empty: frozen objects are not looked through."""
+    if tensor is None:
+        return ""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if value is tensor:
+                    return f", into the global {name!r} of {module.__name__}"
+    for holder in gc.get_referrers(tensor):
         if isinstance(holder, dict):
             names = [name for name, value in holder.items() if value is tensor]
-            module = next((m for m in list(sys.modules.values()) if isinstance(m, ModuleType)
-                           and vars(m) is holder), None)
-            if names and module is not None:
-                return f", into the global {names[0]!r} of {module.__name__}"
             if names:
                 return f", into an entry or attribute called {names[0]!r}"
         elif isinstance(holder, list | deque | set):

@@ -28,6 +28,7 @@ from packgraph.graphs.guard import capturing
 from packgraph.graphs.module_state import Change, ModuleState
 from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import OutputGradients
+from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
@@ -207,7 +208,7 @@ class Control:
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
-        if call.key in self._failed and not self._may_capture_now():
+        if call.key in self._failed and (self._retries.is_hopeless(call.key) or not self._may_capture_now()):
             return fallback.CAPTURE_FAILED
         reason = self._check_fingerprint()
         if reason is not None:
@@ -247,7 +248,8 @@ class Control:
             self._complain(error, fallback.NO_MEMORY, "running eagerly for now, because a capture found no memory")
             return fallback.NO_MEMORY
         self._failed.add(call.key)
-        self._complain(error)
+        if self._retries.is_news(call.key, error) or self.strict:
+            self._complain(error)
         return fallback.CAPTURE_FAILED
 
     @contextlib.contextmanager
@@ -382,7 +384,7 @@ class Control:
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
             call = signature(args, kwargs, self.device)
-            self._output_gradients.watch(None if call is None else call.key, result)
+            self._output_gradients.watch(None if call is None else call.key, open_objects(result))
         return result
 
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
@@ -453,7 +455,7 @@ class Control:
                 raise error
             warn(f"capturing again: {error}")
         if self._may_capture_now():
-            self._failed.clear()
+            self._failed = set(filter(self._retries.is_hopeless, self._failed))
         self.stats.dropped("module changed", self._slots.clear())
         self._buffers_of_gradients = GradientBuffers()
         self._output_gradients.forget()

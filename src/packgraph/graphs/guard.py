@@ -8,6 +8,7 @@ is written to, so that running a region for capture can be undone. Random genera
 those that it knows are advanced by replays; drawing from any other is refused.
 """
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -56,6 +57,9 @@ _HOST_READS = {
     "__format__": ("a tensor in a formatted string", _PRINT),
     "__contains__": ("`in` on a tensor", "compare on the device: (tensor == value).any()"),
 }
+# transformers looks at a mask's values to see whether it can go without, but not at those of a complete mask.
+_MASKS_OF = os.path.join("transformers", "masking_utils.py")
+_MASKS = "pass a complete attention_mask, boolean and of shape [batch, 1, queries, keys]: its values are not looked at"
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
 _REPEAT = "pass output_size= (a static number) to repeat_interleave"
 _WAYS_OUT = {
@@ -178,8 +182,9 @@ class HostReadGuard(FunctionWatcher):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _HOST_READS and args and isinstance(args[0], torch.Tensor) and self._counts(args[0].device.type):
-            what, remedy = _HOST_READS[name]
-            raise CaptureError(f"{what} waits for the device inside a captured stage", user_line(), remedy)
+            (what, remedy), where = _HOST_READS[name], user_line()
+            raise CaptureError(f"{what} waits for the device inside a captured stage", where,
+                               _MASKS if _MASKS_OF in where else remedy)
         if self.constants_too and name in _FROM_PYTHON and kwargs and kwargs.get("device") is not None \
                 and self._counts(torch.device(kwargs["device"]).type) \
                 and not (args and isinstance(args[0], torch.Tensor)):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from packgraph.graphs.output_objects import close_objects, open_objects
 from packgraph.graphs.pieces import Piece, pieces_of
 from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
@@ -65,8 +66,8 @@ class Program:
         return {"args": args, "kwargs": kwargs}
 
     def end(self, state: State) -> Any:
-        """The call's outputs."""
-        return self._staged.end(state) if self._staged is not None else state["outputs"]
+        """The call's outputs; objects among them are `Opened`."""
+        return open_objects(self._staged.end(state)) if self._staged is not None else state["outputs"]
 
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
@@ -86,7 +87,7 @@ class Program:
                 state = with_lengths(state, shown, result)
             else:
                 state = self.run(run, state)
-        return self.end(state)
+        return close_objects(self.end(state))
 
     def describe(self, run: Run) -> str:
         """The run's stages in words, for messages."""
@@ -97,7 +98,7 @@ class Program:
 
 
 def _call(module: torch.nn.Module, state: State) -> State:
-    return {"outputs": module(*state["args"], **state["kwargs"])}
+    return {"outputs": open_objects(module(*state["args"], **state["kwargs"]))}
 
 
 def _as_in_graphs(state: State) -> State:

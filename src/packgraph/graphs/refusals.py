@@ -23,8 +23,11 @@ def refusal(module: torch.nn.Module) -> Refusal | None:
                        "graph the plain module and reduce its .grad after the last backward of the step")
     hooks = module_hooks(module)
     if hooks is not None:
-        return Refusal("module hooks", f"{hooks}: they would run at capture only, never at a replay",
-                       "remove the hooks, or do their work in forward; hooks on outputs and parameters are fine")
+        remedy = "remove the hooks, or do their work in forward; hooks on outputs and parameters are fine"
+        if "require_grad" in hooks:  # of transformers and its kin, when it is not the one that is known
+            remedy = ("call disable_input_require_grads() of the model: checkpoints need no such hook with "
+                      "gradient_checkpointing_kwargs={'use_reentrant': False}")
+        return Refusal("module hooks", f"{hooks}, which would run at capture only, never at a replay", remedy)
     return None
 
 

@@ -108,8 +108,8 @@ class Context:
     reads: tensors whose values it uses, those that backwards read first. read_later: how many of them those are.
     writes: tensors that its forward writes to. generators: those whose numbers it draws. run: its stages, eagerly,
     within `calls`, since another thread may capture the module.
-    inputs: numbers of the inputs that backwards read. changed: whether facts that the graphs have baked about the module
-    hold no longer. gradients: what is known of the
+    inputs: numbers of the inputs that backwards read. changed: whether facts that the graphs have baked about the
+    module hold no longer. gradients: what is known of the
     gradients that its outputs get.
     """
 

@@ -2,8 +2,8 @@
 
 Alone, a module's gradient buffers are the `.grad` of its parameters, and backward graphs add to them in place. Autograd
 adds to `.grad` too, for calls that run eagerly, and knows nothing of graphs. With several threads both happen at once.
-Autograd's own adding is safe between threads. So in shared modules `.grad` is no buffer: gradients of a replay are taken
-by themselves (`SeparateGradients`), and autograd adds them to `.grad`.
+Autograd's own adding is safe between threads. So in shared modules `.grad` is no buffer: gradients of a replay are
+taken by themselves (`SeparateGradients`), and autograd adds them to `.grad`.
 """
 from collections.abc import Iterable
 

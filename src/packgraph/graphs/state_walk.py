@@ -57,7 +57,6 @@ from packgraph.graphs.wrapper import Wrapper, wrapped
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
 SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
-_CALLED = frozenset({"forward", "backward", "begin", "stages", "end"})  # by torch and by whoever runs stages
 _NOT_IN_CALLS = frozenset({"__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
                            "__setstate__", "__init_subclass__", "__class_getitem__", "__copy__", "__deepcopy__",
                            "__setattr__", "__delattr__", "__dir__", "__sizeof__"})

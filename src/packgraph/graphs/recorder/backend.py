@@ -84,6 +84,8 @@ class _Recording(CodeWatcher):
             return NotImplemented
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise CaptureError(f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT)
+        if func is torch.ops.aten.lift_fresh.default:  # a tensor made of numbers: each replay has one of its own
+            func = torch.ops.aten.clone.default
         refuse_unsafe(func, args, kwargs, None)
         mutates = func._schema.is_mutable
         for tensor in written_tensors(func, args, kwargs) if mutates else ():
