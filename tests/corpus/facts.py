@@ -105,12 +105,12 @@ def _tensor_difference(mine: TensorFact, other: TensorFact) -> tuple[str, float]
 
 def _layout_difference(mine: TensorFact, other: TensorFact) -> tuple[str, float] | None:
     """Of equal values. A view with holes may come as a dense tensor: nobody keeps the memory between its entries."""
+    if mine.stride == other.stride or not mine.data.numel():
+        return None
     shape = [size for size in mine.data.shape if size > 1]
     spans = sorted(zip(mine.stride, shape, strict=True))
     dense = all(step == math.prod(size for _, size in spans[:number]) for number, (step, _) in enumerate(spans))
-    if mine.stride == other.stride or not dense or not mine.data.numel():
-        return None
-    return f"strides {mine.stride}, graphs {other.stride}", 1e-12
+    return (f"strides {mine.stride}, graphs {other.stride}", 1e-12) if dense else None
 
 
 def _kind(fact: Any) -> str:

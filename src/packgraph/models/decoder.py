@@ -12,7 +12,7 @@ from packgraph.parallel.pieces import expert_part, mark_experts
 from packgraph.plan.chunks import split_layers
 from packgraph.plan.stages import Stage
 
-__all__ = ["DecoderConfig", "DecoderModel", "named_stages", "parts_without", "stage_layers"]
+__all__ = ["DecoderConfig", "DecoderModel", "named_stages", "parts_without", "stage_layers", "stage_weights"]
 
 TOKENS = 4096  # of a row, where nobody says it
 
@@ -62,6 +62,22 @@ def stage_layers(config: DecoderConfig, stages: int, tokens: int = TOKENS) -> tu
     """
     costs = [layer_cost(config, index, tokens) for index in range(config.num_layers)]
     return split_layers(costs, stages, head_cost(config, tokens))
+
+
+def stage_weights(config: DecoderConfig, stage: int, stages: int, tokens: int = TOKENS, experts: range | None = None
+                  ) -> tuple[int, int, int]:
+    """Elements of the parameters of one of so many stages, those of experts that ranks share apart, and its layers.
+
+    experts: those of every layer that have memory here, None = all, and ranks share none. Allocates nothing.
+    """
+    with torch.device("meta"):
+        indices = stage_layers(config, stages, tokens)[stage]
+        layers = {index: DecoderLayer(config, index) for index in indices}
+        stack = DecoderStack(config, layers, first=stage == 0, last=stage == stages - 1)
+        if experts is not None:
+            keep_experts(stack, experts)
+    shared = sum(value.numel() for value in stack.parameters() if expert_part(value) is not None)
+    return sum(value.numel() for value in stack.parameters()) - shared, shared, len(indices)
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:

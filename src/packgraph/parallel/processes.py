@@ -23,17 +23,19 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process. world: number of processes; local_rank: its number on this host."""
+    """What the launcher told this process. world: number of processes; local_rank: its number on this host;
+    local_world: number of processes on this host."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 1
 
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> "Launch":
         """As torchrun's environment variables say; a process of its own without them."""
         numbers = (environment.get(name, default) for name, default in
-                   (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+                   (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
         return Launch(*(int(number) for number in numbers))
 
 

@@ -1,8 +1,9 @@
 """From a configuration to a finished run.
 
-Before a folder is created the configuration is checked as a whole and the data are opened, which finds what is missing
-or malformed. A document that turns out to be unusable only when it is tokenized (too long, say) ends the run later;
-finished steps are then in a checkpoint, and a run without one leaves its name free.
+Before a folder is created the configuration is checked as a whole, the data are opened, which finds what is missing
+or malformed, and what the run needs is held against the memory that there is. A document that turns out to be unusable
+only when it is tokenized (too long, say) ends the run later; finished steps are then in a checkpoint, and a run without
+one leaves its name free.
 """
 import contextlib
 import os
@@ -22,6 +23,8 @@ from packgraph.train.context_rows import context_notes, places_multiple
 from packgraph.train.data import Microbatches, PlannedSteps, build_tokenizer, open_documents, open_microbatches
 from packgraph.train.disagreements import disagreements
 from packgraph.train.dynamic_context import context_request
+from packgraph.train.machine_memory import available_memory
+from packgraph.train.memory_need import check_memory
 from packgraph.train.offload_report import report_offloading
 from packgraph.train.offloading import Offloading
 from packgraph.train.options import TrainConfig
@@ -110,6 +113,7 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
     notes = check_same_run(folder, config, asked) if config.run.resume else []
     prepared = prepare(config, device, launch.world)
     config = prepared.config
+    check_memory(config, device, available_memory(device, launch.local_world), world=launch.world, rank=launch.rank)
     # The folder was chosen before the processes meet, so all have looked before one of them creates it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
     with processes(config.parallel.layout(), device, launch) as mesh, \

@@ -1,0 +1,150 @@
+"""What a run takes at least, held against what there is before anything is allocated.
+
+    weights + gradients + optimizer state     from the shapes of this rank's part of the model
+    one microbatch                            estimated from the shape; SURE of it is certain
+    its graphs, on the CPU                    as much again: the recorder's pool beside what eager warm-up has left
+
+A run that cannot fit would fill the machine until the system ends it (and others) without a word. A run that may fit
+must not be refused, so only what is certain counts: of a microbatch, what autograd saves. In six small decoders on the
+CPU that was 0.75 to 3.7 times the estimate of `decoder_estimates.py`; four whole runs there took 1.05 to 1.14 times
+`Need.total`.
+"""
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from packgraph.models.decoder import stage_weights
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.mesh import Layout
+from packgraph.plan.memory.budget import shown
+from packgraph.train.config import ConfigError
+from packgraph.train.decoder_estimates import DecoderMemory
+from packgraph.train.memory_budget import str_of
+from packgraph.train.options import TrainConfig
+from packgraph.train.stage_tokens import stage_tokens
+
+SURE = 0.7  # of the estimate of a microbatch
+LEFT = 1.5  # of a microbatch: what malloc keeps of freed activations counts as taken
+MOMENTS, MASTERS = 8, 8  # bytes of an element: two running means; a float32 copy and its gradient, under bfloat16
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a run takes on one rank. microbatch: eager, of `capacity`; graphs: of its pool beside that."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    microbatch: int
+    graphs: int
+    capacity: Capacity
+
+    @property
+    def state(self) -> int:
+        """Bytes that do not depend on the microbatch."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def least(self) -> int:
+        """Bytes that the run takes in any case."""
+        return self.state + round(SURE * (self.microbatch + self.graphs))
+
+    @property
+    def total(self) -> int:
+        """Bytes that the run is expected to take on a CPU."""
+        return self.state + round(LEFT * self.microbatch) + self.graphs
+
+
+def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0) -> Need:
+    """What the run of `config` takes on one rank. Allocates nothing.
+
+    Args:
+        config: A run whose capacities are known.
+        device_type: `cpu` or `cuda`.
+        world: Number of processes.
+        rank: This one's.
+    """
+    layout, model = config.parallel.layout().resolved(world), config.model
+    dense, experts, layers = _elements(config, layout, rank)
+    is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
+    itemsize = getattr(torch, config.run.dtype).itemsize
+    replicas = (layout.dp or 1) * layout.cp
+    # Every rank updates its own part of what its replicas hold, too; of experts there are fewer copies.
+    updated = dense / replicas + experts / (replicas // layout.ep)
+    per_element = MOMENTS + (MASTERS if itemsize < torch.float32.itemsize else 0)
+    capacity = _sure_capacity(config)
+    kept = partial(DecoderMemory, model, itemsize=itemsize, parts=layout.tp, rows=layout.cp)
+    microbatch = kept(layers)(capacity) - (0 if is_last else kept(0)(capacity))  # the head is the last stage's
+    held = (dense + experts) * itemsize
+    return Need(held, held, round(updated * per_element), 0 if _may_keep_less(config) else microbatch,
+                microbatch if _has_pool(config, device_type) else 0, capacity)
+
+
+def check_memory(config: TrainConfig, device: torch.device, available: int | None, *, world: int = 1, rank: int = 0
+                 ) -> None:
+    """Refuse a run that cannot fit.
+
+    Args:
+        config: A run whose capacities are known.
+        device: What it runs on.
+        available: Bytes that this process may still take there; None = nobody knows, and nothing is refused.
+        world: Number of processes.
+        rank: This one's.
+
+    Raises:
+        ConfigError: With what is needed, each part of it, what there is, and what can be changed.
+    """
+    need = need_of(config, device.type, world, rank)
+    if available is None or need.least <= available:
+        return
+    where = "free on " + str(device) if device.type == "cuda" else "available to a process on this machine"
+    parts = [f"weights {shown(need.weights)}", f"gradients {shown(need.gradients)}",
+             f"optimizer state {shown(need.optimizer)}"]
+    if need.microbatch:
+        parts.append(f"a microbatch of {str_of(need.capacity)} {shown(SURE * need.microbatch)}")
+    if need.graphs:
+        parts.append(f"its graphs {shown(SURE * need.graphs)}")
+    raise ConfigError([f"memory: this run needs at least {shown(need.least)}, and {shown(available)} are {where}: "
+                       f"{', '.join(parts)}. {_way_out(need, available)}"])
+
+
+def _way_out(need: Need, available: int) -> str:
+    if need.state > available:
+        return ("The model alone does not fit: choose a smaller one (another preset, --model.num-layers, "
+                "--model.hidden-size), spread it over more devices (torchrun with --parallel.tp or --parallel.pp; more "
+                "replicas share the optimizer state), or take a machine with more memory")
+    graphs = " or --graph.enabled false," if need.graphs else ""
+    return (f"The model fits, the microbatch does not: choose smaller --graph.capacities,{graphs} a smaller model, "
+            "or a machine with more memory")
+
+
+def _elements(config: TrainConfig, layout: Layout, rank: int) -> tuple[int, int, int]:
+    """Elements of this rank's parameters, of its experts, and its layers."""
+    chunks, place, experts = config.parallel.chunks, layout.coordinates(rank), config.model.experts
+    mine = range(-(-experts.count // layout.ep)) if experts.enabled and layout.ep > 1 else None
+    of = layout.pp * chunks
+    found = [stage_weights(config.model, chunk * layout.pp + place["pp"], of, stage_tokens(config), mine)
+             for chunk in range(chunks)]
+    dense, owned, layers = (sum(numbers) for numbers in zip(*found, strict=True))
+    return dense // layout.tp, owned, layers
+
+
+def _sure_capacity(config: TrainConfig) -> Capacity:
+    """The largest capacity of which a microbatch or a capture comes for sure."""
+    graph = config.graph
+    if graph.enabled and graph.memory_budget is None:
+        return graph.captured_capacities()[-1]
+    return graph.packing_capacities()[0]
+
+
+def _may_keep_less(config: TrainConfig) -> bool:
+    """Whether a forward may keep less than its layers do one by one."""
+    return config.graph.compile or bool(config.offload.modules)
+
+
+def _has_pool(config: TrainConfig, device_type: str) -> bool:
+    """Whether graphs take memory beside an eager microbatch; CUDA's allocator gives that back before."""
+    graph = config.graph
+    return device_type == "cpu" and graph.enabled and graph.memory_budget is None and graph.scope is None \
+        and not _may_keep_less(config)
