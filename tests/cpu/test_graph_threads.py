@@ -316,7 +316,7 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
 @pytest.mark.parametrize("when", ["during the capture", "after"])
 def test_a_thread_that_calls_the_module_inside_beside_a_capture_is_told(when):
     """Nobody can wait for it, so its gradients must not be lost in silence."""
-    errors, losses = [], assume_constant([])
+    errors, losses = assume_constant([]), assume_constant([])
 
     def other():
         losses.append(module.linear(X).sum())
@@ -324,9 +324,10 @@ def test_a_thread_that_calls_the_module_inside_beside_a_capture_is_told(when):
             backward()
 
     def backward():
-        with pytest.raises(RuntimeError, match="another thread captured graphs of it") as caught:
+        try:
             losses[0].backward()
-        errors.append(caught.value)
+        except RuntimeError as error:
+            errors.append(str(error))
 
     def forward(module, x):
         if id(module.linear.weight) != real and not losses:  # the capture's
@@ -340,7 +341,7 @@ def test_a_thread_that_calls_the_module_inside_beside_a_capture_is_told(when):
     graph(module, warmup=0, strict=True)(X).square().sum().backward()
     if when == "after":
         backward()
-    assert len(errors) == 1
+    assert len(errors) == 1 and "another thread captured graphs of it" in errors[0]
 
 
 def test_a_capture_that_others_do_not_make_room_for_is_put_off(monkeypatch):
