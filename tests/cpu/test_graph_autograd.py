@@ -255,7 +255,7 @@ def test_a_forward_that_reads_what_it_writes_is_not_run_again():
 # ---- what changes between forward and backward
 
 
-@pytest.mark.parametrize("name", ["frozen", "second.weight"])
+@pytest.mark.parametrize("name", ["frozen", "second.weight", "first.weight"])
 def test_what_the_backward_reads_must_not_change(name):
     eager, graphed = twins()
     for model in (eager, graphed):
@@ -264,20 +264,6 @@ def test_what_the_backward_reads_must_not_change(name):
             model.get_parameter(name).mul_(2)
         with pytest.raises(RuntimeError, match=r"inplace operation|changed in place between forward and backward"):
             loss.backward()
-
-
-@pytest.mark.parametrize("name", ["second.bias", "aside.weight"])
-def test_what_the_backward_does_not_read_may_change(name):
-    eager, graphed = twins()
-
-    def act(model, number):
-        loss = model(sample(number))[0].square().sum()
-        with torch.no_grad():
-            model.get_parameter(name).mul_(1.5)
-        loss.backward()
-        return []
-
-    run_both(eager, graphed, act)
 
 
 def test_a_parameter_hook_that_comes_between_forward_and_backward_fires():

@@ -272,9 +272,12 @@ class VariantBuild:
     def _context(self, forward: _Forward, later: dict[Place, torch.Tensor]) -> Context:
         """later: what backwards read from outside."""
         slot = {leaf.untyped_storage()._cdata for leaf in forward.leaves}
-        first = self._originals(later)
-        reads = first | self._originals({place: t for place, t in forward.uses.reads.items() if place[0] not in slot})
+        reads = self._originals({place: t for place, t in forward.uses.reads.items() if place[0] not in slot})
         writes = self._originals({place: t for place, t in forward.uses.writes.items() if place[0] not in slot})
+        # Autograd saves parameters that a backward does not need after all, and raises when they have changed.
+        saved = {key: t for key, t in reads.items() if isinstance(t, torch.nn.Parameter) and key not in writes}
+        first = self._originals(later) | saved
+        reads = first | reads
         generators = self.slot.backend.generators() if forward.uses.draws else []
         return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
                        list(reads.values()), len(first), list(writes.values()), generators)
