@@ -264,6 +264,8 @@ def test_an_error_in_an_eager_stage_gives_the_slot_back():
 
 def test_a_result_that_no_graph_can_make_is_refused():
     class Result:
+        __slots__ = ("loss",)
+
         def __init__(self, loss):
             self.loss = loss
 

@@ -261,19 +261,18 @@ class _Run:
         inside = staged | self.seen.storages()  # an earlier run of stages may have made what this one reads
         self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
         self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
-        if not self.whole:
-            result = self._cut(result, given)
-        return with_lengths(state, shown, result)
+        state = with_lengths(state, shown, result)
+        return state if self.whole else self._cut(state, given)
 
-    def _cut(self, result: Any, given: list[torch.Tensor]) -> Any:
+    def _cut(self, state: Any, given: list[torch.Tensor]) -> Any:
         """What captured code has made, as copies of their own: eager stages may keep what they are given. What it needs
         a backward for has it now, before eager code comes that registers hooks."""
-        before = {id(tensor) for tensor in given}
-        made = [tensor for tensor in _tensors(result) if id(tensor) not in before]
+        made = [tensor for tensor in _tensors(state) if self.seen.has_made(tensor)]
         self._backward([tensor for tensor in made if tensor.requires_grad], given)
         copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in made}
         self._know(list(copies.values()))
-        return tree_map(lambda leaf: copies.get(id(leaf), leaf), result)
+        return {key: tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
+                if any(id(leaf) in copies for leaf in tree_leaves(value)) else value for key, value in state.items()}
 
     def _eager(self, run: Any, state: Any) -> Any:
         with Watch(self.journal, refuse=False, device=None):

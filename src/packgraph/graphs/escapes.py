@@ -67,6 +67,7 @@ class Observation:
     def __init__(self, constants: Constants, is_first: bool = False) -> None:
         self.constants, self.is_first = constants, is_first
         self._made: list[_Made] = []
+        self._latest: dict[int, _Made] = {}  # by identity
         self._calls: list[tuple[tuple[Any, ...], _Line | str]] = []
         self._tainted: set[int] = set()
         self._files: dict[str, bool] = {}
@@ -101,7 +102,8 @@ class Observation:
             if _is_plain(result) and _storage(result) not in inputs:
                 storage = weakref.ref(result.untyped_storage())
                 (self._tainted.add if tainted else self._tainted.discard)(_storage(result))
-            self._made.append(_Made(weakref.ref(result), storage, tuple(result.shape), line, tainted))
+            self._latest[id(result)] = _Made(weakref.ref(result), storage, tuple(result.shape), line, tainted)
+            self._made.append(self._latest[id(result)])
 
     def returned(self, result: Any) -> None:
         """Captured code has returned this. Raises CaptureError for an object in it that somebody keeps."""
@@ -113,7 +115,8 @@ class Observation:
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether captured code has made this tensor."""
-        return any(made.tensor() is tensor for made in self._made)
+        made = self._latest.get(id(tensor))
+        return made is not None and made.tensor() is tensor
 
     def storages(self) -> set[int]:
         """The storages that captured code has made and that live yet."""
