@@ -14,7 +14,8 @@ from torch import Tensor
 BITWISE, FALLBACK, ERROR, DOCUMENTED = "bitwise", "fallback", "error", "documented"
 SILENT, LAST_BITS, UNWARNED, FOREIGN, BROKEN = "SILENT", "LAST BITS", "UNWARNED", "FOREIGN ERROR", "BROKEN ENTRY"
 GOOD = (BITWISE, FALLBACK, ERROR, DOCUMENTED)
-ASKED = ("warm-up", "evaluation mode", "gradients are off")  # fallbacks of which nobody needs to be told
+ASKED = ("warm-up", "evaluation mode", "gradients are off",  # fallbacks of which nobody needs to be told
+         "the first backward, which no warm-up call has shown")
 LAST_BITS_LIMIT = 1e-4  # of a tensor's largest entry: what another order of sums can make
 
 

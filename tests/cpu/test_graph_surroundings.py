@@ -25,7 +25,7 @@ def made(**options):
 
 def train(model, calls=3):
     for _ in range(calls):
-        model(X).sum().backward()
+        model(X).square().sum().backward()
 
 
 def same_gradients(eager, graphed):
@@ -84,14 +84,14 @@ def functions(model):
 
 def checkpointed(model):
     x = X.clone().requires_grad_()
-    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).square().sum().backward()
     return [x.grad]
 
 
 def on_the_host(model):
     with torch.autograd.graph.save_on_cpu():
         out = model(X)
-    out.sum().backward()
+    out.square().sum().backward()
     return [out]
 
 
@@ -114,7 +114,7 @@ CASES = {
 def anomaly(model):
     with torch.autograd.detect_anomaly(check_nan=True):
         out = model(X)
-        out.sum().backward()
+        out.square().sum().backward()
     return [out]
 
 
@@ -177,7 +177,7 @@ def test_anomaly_detection_finds_the_users_line_and_dooms_nothing():
     graphed = graph(Diverging(), warmup=0)
     good, bad = torch.ones(4), torch.zeros(4)
     for _ in range(3):
-        graphed(good).sum().backward()
+        graphed(good).square().sum().backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with torch.autograd.detect_anomaly():
@@ -185,7 +185,7 @@ def test_anomaly_detection_finds_the_users_line_and_dooms_nothing():
             with pytest.raises(RuntimeError, match="SqrtBackward0"):
                 loss.backward()
     assert any("sqrt()" in str(warning.message) for warning in caught), "the forward's line is in what torch says"
-    graphed(good).sum().backward()
+    graphed(good).square().sum().backward()
     assert graphed.stats.replayed == 4 and dict(graphed.stats.fallbacks) == {fallback.ANOMALY: 1}
 
 
@@ -213,8 +213,8 @@ def test_a_compiled_module_holds_the_plain_one(fullgraph, nested):
         compiled(X)
     for _ in range(3):
         out, expected = quietly(compiled, X), eager(X)
-        out.sum().backward()
-        expected.sum().backward()
+        out.square().sum().backward()
+        expected.square().sum().backward()
         assert torch.equal(out, expected)
     assert same_gradients(eager, graphed)
     assert set(graphed.stats.fallbacks) == {fallback.TRACED} and graphed.stats.replayed == 0

@@ -79,6 +79,14 @@ def user_line(frame: FrameType | None = None) -> str:
     return str(user_place(frame or sys._getframe(1)) or "the autograd engine")
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames that an error has passed through hold: tensors, and contexts that are left half-way,
+    a checkpoint's hooks of saved tensors among them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def warn(message: str, place: Place | None = None) -> None:
     """Warn at the user's line. Whoever warns sees to it that it is once: Python would take two modules for one."""
     place = place or user_place()

@@ -20,7 +20,7 @@ from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
-from packgraph.graphs.errors import CaptureError, described, user_line, warn
+from packgraph.graphs.errors import CaptureError, described, forget_frames, user_line, warn
 from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers
@@ -505,6 +505,7 @@ class Control:
     def _complain(self, error: CaptureError, reason: str = fallback.CAPTURE_FAILED,
                   so: str = "running eagerly from here on, because a capture failed") -> None:
         """Raise in strict mode; otherwise warn, and calls run eagerly for `reason`."""
+        forget_frames(error)
         if self.strict:
             raise error
         self._notices.is_told(reason, error.remedy)

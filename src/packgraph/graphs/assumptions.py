@@ -1,0 +1,86 @@
+"""The page "What a graph assumes about your module", made of the tables that the checks use.
+
+    python -m packgraph.graphs.assumptions > docs/assumptions.md
+"""
+from typing import NamedTuple
+
+from packgraph.graphs.fallback import REASONS
+from packgraph.graphs.state_kinds import DEPTH, LARGEST_BYTES, WATCHED, Row
+
+_HEAD = """# What a graph assumes about your module
+
+A replay runs no Python. It launches what was captured, on the memory that was captured. packgraph therefore compares,
+before every replay, all that Python code could have changed, and runs the call eagerly, counted under a reason, or
+raises an error, where it cannot tell that a replay would equal the eager call. This page is generated from the tables
+that the checks use: `python -m packgraph.graphs.assumptions`.
+"""
+_EXACT = f"""
+## What is compared before every replay
+
+Whatever `forward` reads, found from the module's attributes and from the names in its code: to {DEPTH} objects within
+objects, arrays up to {LARGEST_BYTES // 2**20} MiB. A change drops the graphs and captures again, with one warning.
+`packgraph.assume_constant(object)` vouches for an object, which is then known by identity alone.
+"""
+_REASONS = """
+## Reasons of fallbacks
+
+`packgraph.control(graphed).stats.fallbacks` counts calls that ran eagerly by these names. The first of every reason
+that you did not ask for warns once, at your line; with `strict=True` it raises `CaptureError`.
+"""
+
+
+class Difference(NamedTuple):
+    """A case in which numbers may differ from eager's in the last bits. why: the reason."""
+
+    what: str
+    why: str
+
+
+DIFFERENCES = (
+    Difference("an argument that the module reads twice or more and that your code reads twice or more, too",
+               "autograd sums four gradients in the order in which they come; a graph hands out the sum of its own"),
+    Difference("a parameter that is used inside and outside of the module, while gradients are accumulated",
+               "the graph adds to `.grad` by itself, autograd adds the gradient from outside: `(grad + a) + b` for "
+               "`grad + (a + b)`"),
+    Difference("several calls of one module under one `torch.autocast` block that meet in one backward",
+               "eager calls share the cast weights, so their gradients are summed in the lower precision; graphs cast "
+               "for themselves and sum in the parameter's precision, which is more exact (0.3 % measured)"),
+    Difference("arguments that are slices with gaps in memory, or expanded",
+               "they are copied row-major into static memory, and kernels choose by memory layout"),
+)
+
+ERRORS = (
+    ("a second backward through one call (`retain_graph=True`)",
+     "its saved activations are gone; add the losses first"),
+    ("`create_graph=True`", "a captured backward has no graph of its own; seen in warm-up, calls run eagerly instead"),
+    ("a parameter, buffer or argument that the backward reads is changed in place between forward and backward",
+     "as in eager; step the optimizer after the last backward"),
+    ("another set of outputs gets gradients than was ever seen, and the forward cannot be run again for it (what it "
+     "reads was changed, or it reads what it writes)", "use the same outputs in the loss during warm-up"),
+)
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    parts = [_HEAD, _EXACT, "\n| what | how | why |\n|---|---|---|\n", *map(_row, WATCHED), _REASONS,
+             "\n| reason | asked for | what to do |\n|---|---|---|\n",
+             *(f"| {_cell(reason.text)} | {'yes' if reason.asked else 'no'} | {_cell(reason.remedy)} |\n"
+               for reason in sorted(REASONS.values(), key=lambda reason: (not reason.asked, reason.text))),
+             "\n## Errors in a backward\n\n| what | why, and what to do |\n|---|---|\n",
+             *(f"| {_cell(what)} | {_cell(why)} |\n" for what, why in ERRORS),
+             "\n## Differences in the last bits\n\nEverything else is bitwise equal where kernels are "
+             "deterministic.\n\n| what | why |\n|---|---|\n",
+             *(f"| {_cell(known.what)} | {_cell(known.why)} |\n" for known in DIFFERENCES)]
+    return "".join(parts)
+
+
+def _row(row: Row) -> str:
+    return f"| {_cell(row.what)} | {_cell(row.treatment.value)} | {_cell(row.reason)} |\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,18 @@
+"""The page about what graphs assume says what the checks do."""
+from pathlib import Path
+
+from packgraph.graphs.assumptions import page
+from packgraph.graphs.fallback import REASONS
+from packgraph.graphs.state_kinds import WATCHED
+
+PAGE = Path(__file__).parents[2] / "docs" / "assumptions.md"
+
+
+def test_the_page_is_made_of_the_tables():
+    assert PAGE.read_text() == page(), "python -m packgraph.graphs.assumptions > docs/assumptions.md"
+
+
+def test_every_reason_and_every_kind_stands_in_it():
+    shown = page()
+    assert all(reason.text in shown and reason.remedy for reason in REASONS.values())
+    assert all(row.what in shown and row.reason in shown for row in WATCHED)
