@@ -266,7 +266,7 @@ def gradient_kept(m, x):
 
 def gradient_read(m, x):
     g = m.linear.weight.grad
-    return m.linear(x) + (0 if g is None else g.sum())
+    return m.linear(x) + (0 if g is None else 1e-3 * g.mean())
 
 
 def gradient_cleared(m, x):
