@@ -12,11 +12,13 @@ It is the rehearsal that is looked at, on every backend, not the capture: tensor
 them, and a cache that code fills when it first runs is filled by then, with memory that no pool takes back.
 """
 import gc
+import os
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from packgraph.graphs.output_objects import opened_in
 _RETURN = "return it from forward, or register a buffer and copy_ into it"
 _RETURN_FRESH = "make the object in every call, or return its tensors"
 _VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
+_OFFLOADING = str(Path(__file__).parent.parent / "offload") + os.sep
 _MOST_SHOWN = 20  # tensors whose holder is looked for
 _PATIENCE = 0.5  # seconds; a thread of a collective may hold what it has sent for a moment yet
 
@@ -55,6 +58,8 @@ class _Made(NamedTuple):
     tainted: bool
 
     def is_alive(self) -> bool:
+        if isinstance(self.line, _Line) and self.line.code.co_filename.startswith(_OFFLOADING):
+            return False  # the engine's own memory, for the next pass
         return self.tensor() is not None or (self.storage is not None and self.storage() is not None)
 
 
