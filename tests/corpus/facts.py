@@ -16,6 +16,8 @@ SILENT, LAST_BITS, UNWARNED, FOREIGN, BROKEN = "SILENT", "LAST BITS", "UNWARNED"
 GOOD = (BITWISE, FALLBACK, ERROR, DOCUMENTED)
 ASKED = ("warm-up", "evaluation mode", "gradients are off",  # fallbacks of which nobody needs to be told
          "the first backward, which no warm-up call has shown")
+ANY_ERROR = (ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, ImportError, LookupError,
+             NameError, OSError, ReferenceError, RuntimeError, StopIteration, TypeError, ValueError, Warning)
 LAST_BITS_LIMIT = 1e-4  # of a tensor's largest entry: what another order of sums can make
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from corpus.entry import ENTRIES, Draw, Entry, Keywords, loss_of, scalar, trained
-from corpus.facts import BROKEN, Run, Verdict, first_difference, judge, note, note_grads, note_state
+from corpus.facts import ANY_ERROR, BROKEN, Run, Verdict, first_difference, judge, note, note_grads, note_state
 from torch import Tensor
 
 import packgraph.graphs
@@ -84,7 +84,7 @@ def run(entry: Entry, loop: str, device: str, *, graphs: bool) -> Run:
             if entry.prepare is not None:
                 entry.prepare(model)
             LOOPS[loop](entry, model, trace, device)
-        except Exception as raised:  # noqa: BLE001
+        except ANY_ERROR as raised:
             own_error = str(_GRAPHS) in innermost_file(raised)
             error = raised.with_traceback(None)
     told = [str(warning.message) for warning in [*seen, *later] if issubclass(warning.category, PackgraphWarning)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from corpus.entry import WEIGHT_TWICE, WIDTH, Draw, Entry, one, scalar, trained
-from corpus.facts import Verdict
+from corpus.facts import ANY_ERROR, Verdict
 from corpus.loops import check
 from torch import Tensor, nn
 
@@ -444,7 +444,7 @@ def in_thread(act: Callable[[], Any]) -> None:
     def guarded() -> None:
         try:
             act()
-        except BaseException as error:  # noqa: BLE001
+        except ANY_ERROR as error:
             errors.append(error)
 
     thread = threading.Thread(target=guarded)

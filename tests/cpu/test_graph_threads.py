@@ -313,36 +313,6 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
     assert graphed.stats.captured == 19 and any(weight != real for name, weight in seen if name == "capturing")
 
 
-@pytest.mark.parametrize("when", ["during the capture", "after"])
-def test_a_thread_that_calls_the_module_inside_beside_a_capture_is_told(when):
-    """Nobody can wait for it, so its gradients must not be lost in silence."""
-    errors, losses = [], assume_constant([])
-
-    def other():
-        losses.append(module.linear(X).sum())
-        if when == "during the capture":
-            backward()
-
-    def backward():
-        with pytest.raises(RuntimeError, match="another thread captured graphs of it") as caught:
-            losses[0].backward()
-        errors.append(caught.value)
-
-    def forward(module, x):
-        if id(module.linear.weight) != real and not losses:  # the capture's
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-        return module.linear(x)
-
-    module = One(forward)
-    real = id(module.linear.weight)
-    graph(module, warmup=0, strict=True)(X).square().sum().backward()
-    if when == "after":
-        backward()
-    assert len(errors) == 1
-
-
 def test_a_capture_that_others_do_not_make_room_for_is_put_off(monkeypatch):
     monkeypatch.setattr(exclusive, "LONGEST_WAIT_S", 0.05)
     entered, leave = threading.Event(), threading.Event()

@@ -187,7 +187,7 @@ class WithLoss(nn.Module):
             self.load.add_(expert_counts(routing.experts, 8))
         loss = z_loss(logits, valid) + document_loss(scores, routing.experts, ids, valid, DOCUMENTS) \
             + load_loss(scores, routing.experts, valid)
-        return attach(hidden, loss, scale)
+        return attach(hidden, loss, scale).clone()
 
 
 PACKS = [pack([3, 4], 3), pack([1, 0, 5], 4), pack([10], 0), pack([], 10), pack([2, 2, 2], 4)]

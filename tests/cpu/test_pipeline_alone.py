@@ -91,7 +91,7 @@ class Scored(nn.Module):
         return self.layer(x).tanh().mean()
 
 
-def test_what_two_graphed_modules_add_to_a_shared_gradient_is_lost_only_where_both_are_called_steady():
+def test_what_two_graphed_modules_add_to_a_shared_gradient_is_never_lost():
     """Why such chunks are left out of steady blocks: each module has a buffer of its own for the shared gradient."""
     lost = []
     for steady in (False, True):
@@ -113,4 +113,4 @@ def test_what_two_graphed_modules_add_to_a_shared_gradient_is_lost_only_where_bo
         for module in modules * 2:
             module.module(x).backward()
         lost.append(not torch.equal(found, layer.weight.grad))
-    assert lost == [False, True]
+    assert lost == [False, False]

@@ -31,13 +31,12 @@ from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
-from packgraph.graphs.host_calls import unwatched, watch_also, watched_calls
+from packgraph.graphs.host_calls import unwatched, watch_also
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.reached import Remembered, refuse_changes
-from packgraph.graphs.recorder.host import RecordedHost
 from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.slot import Slot
 from packgraph.plan.memory.bank import Lifetime
@@ -145,7 +144,7 @@ def _compared(program: Program, backend: Backend, gradients: KeyGradients,
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less."""
     seen, steps = Observation(Constants(), is_first=True), list[Any]()
-    with watched_calls(RecordedHost(steps.append)) if backend.guard_device is None else contextlib.nullcontext():
+    with backend.watching_host(steps.append):
         _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
     seen.check_gone()
     for _ in range(2):
@@ -274,6 +273,7 @@ class _Run:
         self.ends.append(([tensor for tensor in made if tensor.requires_grad], given))
         copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in made}
         self._know(list(copies.values()))
+        # What holds none of them stays itself, so that what came through is known to be what it was.
         return {key: tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
                 if any(id(leaf) in copies for leaf in tree_leaves(value)) else value for key, value in state.items()}
 

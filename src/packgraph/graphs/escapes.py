@@ -38,6 +38,9 @@ _MOST_SHOWN = 20  # tensors whose holder is looked for
 _PATIENCE = 0.5  # seconds; a thread of a collective may hold what it has sent for a moment yet
 
 
+_RELOADS = str(Path(__file__).parents[1] / "offload")
+
+
 class _Line(NamedTuple):
     """A place in the user's code, cheap to take."""
 
@@ -103,6 +106,8 @@ class Observation:
             if not isinstance(result, torch.Tensor) or any(result is operand for operand in operands):
                 continue
             line = line or self._line()
+            if isinstance(line, _Line) and line.code.co_filename.startswith(_RELOADS):
+                continue  # what a reload brings back belongs to its engine, and goes with the backward
             storage = None
             if _is_plain(result) and _storage(result) not in inputs:
                 storage = weakref.ref(result.untyped_storage())

@@ -444,7 +444,8 @@ class Control:
             self._fingerprint = ModuleState(self.module, self._program.volatile)
         refused = self._fingerprint.refused
         if refused is not None and (self.strict or refused != before):
-            self._complain(CaptureError(refused.what, user_line(), refused.remedy))
+            self._complain(CaptureError(refused.what, user_line(), refused.remedy), fallback.HIDDEN_STATE,
+                           "running eagerly, because the module's state cannot be watched")
         return None if refused is None else fallback.HIDDEN_STATE
 
     def _start_again(self, change: Change) -> None:

@@ -172,7 +172,7 @@ class Draws(Watcher):
         """Eager code runs in the block, at every replay too: it may draw and seed."""
         self._captured = False
         try:
-            with self._moving([self._numpy]):
+            with self._moving([self._python, self._numpy]):
                 yield
         finally:
             self._captured = True

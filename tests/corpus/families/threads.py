@@ -4,6 +4,7 @@ import threading
 
 import torch
 from corpus.entry import Own, add, one
+from corpus.facts import ANY_ERROR
 from torch import nn
 
 GROUP = "threads"
@@ -20,7 +21,7 @@ def together(*acts):
     def guarded(act):
         try:
             act()
-        except BaseException as error:  # noqa: BLE001
+        except ANY_ERROR as error:
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(act,)) for act in acts]

@@ -6,6 +6,7 @@ failed capture is ended before the error leaves, so that the stream and the gene
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -247,6 +248,10 @@ class CudaBackend:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+
+    def watching_host(self, step: Callable[[Callable[[], Any]], None]) -> contextlib.AbstractContextManager[None]:
+        """See Backend: a capture holds none."""
+        return contextlib.nullcontext()
 
     def generators(self) -> list[torch.Generator]:
         """The device's and the host's default generators, and those the module holds."""

@@ -33,8 +33,9 @@ from packgraph.graphs.guard import (
     shapes_only,
     written_tensors,
 )
+from packgraph.graphs.host_calls import watched_calls
 from packgraph.graphs.lanes import capturing_lanes
-from packgraph.graphs.recorder.host import recorded_host, tell_waits
+from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.lanes import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
 from packgraph.graphs.strides import with_bits
@@ -382,6 +383,10 @@ class RecorderBackend:
     def warm_up(self, run: Callable[[], None]) -> None:
         """Run once; the CPU itself has nothing to initialise before a capture."""
         run()
+
+    def watching_host(self, step: Callable[[Callable[[], Any]], None]) -> contextlib.AbstractContextManager[None]:
+        """See Backend."""
+        return watched_calls(RecordedHost(step))
 
     def generators(self) -> list[torch.Generator]:
         """The CPU's default generator, and those the module holds."""
