@@ -274,6 +274,20 @@ def test_a_result_that_is_an_object_is_made_anew():
     assert graphed.stats.replayed == 2 and graphed.linear.weight.grad is not None
 
 
+def test_a_result_that_no_graph_can_make_is_refused():
+    class Result:
+        __slots__ = ("loss",)
+
+        def __init__(self, loss):
+            self.loss = loss
+
+    graphed = graph(One(lambda m, a: Result(m.linear(a).sum())), warmup=0)
+    with pytest.warns(PackgraphWarning, match="returns a Result"):
+        graphed(torch.randn(3, 4)).loss.backward()
+    assert graphed.stats.fallbacks["capture failed"] == 1
+
+
+
 def test_threads_may_share_a_graphed_module():
     graphed = graph(One(lambda m, a: m.linear(a).tanh()), warmup=0)
     failures = []

@@ -214,6 +214,7 @@ class _Run:
         self.read: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
         self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
+        self.ends: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # of backwards to come, and their inputs
         self.whole = all(run.captured for run in program.runs)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
@@ -229,7 +230,9 @@ class _Run:
             check_outputs(result)
             if self.whole:
                 leaves = tree_leaves(result)
-                self._backward([leaves[number] for number in self.gradients.expected(leaves)], inputs)
+                self.ends = [([leaves[number] for number in self.gradients.expected(leaves)], inputs)]
+            while self.ends:
+                self._backward(*self.ends.pop())
         return Rehearsal([tensor.detach() for tensor in self.read.values()],
                          [tensor.detach() for tensor in self.written.values()], self.seen.constants)
 
@@ -260,21 +263,19 @@ class _Run:
         inside = staged | self.seen.storages()  # an earlier run of stages may have made what this one reads
         self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
         self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
-        if not self.whole:
-            result = self._cut(result, given)
-        return with_lengths(state, shown, result)
+        state = with_lengths(state, shown, result)
+        return state if self.whole else self._cut(state, given)
 
-    def _cut(self, result: Any, given: list[torch.Tensor]) -> Any:
-        """What captured code has made, as copies of their own: eager stages may keep what they are given. What it needs
-        a backward for has it now, before eager code comes that registers hooks."""
-        before = {id(tensor) for tensor in given}
-        made = [tensor for tensor in _tensors(result) if id(tensor) not in before]
-        self._backward([tensor for tensor in made if tensor.requires_grad], given)
+    def _cut(self, state: Any, given: list[torch.Tensor]) -> Any:
+        """What captured code has made, as copies of their own: eager stages may keep what they are given, and register
+        hooks. The backward begins at the originals."""
+        made = [tensor for tensor in _tensors(state) if self.seen.has_made(tensor)]
+        self.ends.append(([tensor for tensor in made if tensor.requires_grad], given))
         copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in made}
         self._know(list(copies.values()))
         # What holds none of them stays itself, so that what came through is known to be what it was.
         return {key: tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
-                if any(id(leaf) in copies for leaf in tree_leaves(value)) else value for key, value in result.items()}
+                if any(id(leaf) in copies for leaf in tree_leaves(value)) else value for key, value in state.items()}
 
     def _eager(self, run: Any, state: Any) -> Any:
         with Watch(self.journal, refuse=False, device=None):

@@ -12,6 +12,7 @@ It is the rehearsal that is looked at, on every backend, not the capture: tensor
 them, and a cache that code fills when it first runs is filled by then, with memory that no pool takes back.
 """
 import gc
+import os
 import sys
 import time
 import weakref
@@ -32,6 +33,7 @@ from packgraph.graphs.output_objects import opened_in
 _RETURN = "return it from forward, or register a buffer and copy_ into it"
 _RETURN_FRESH = "make the object in every call, or return its tensors"
 _VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
+_OFFLOADING = str(Path(__file__).parent.parent / "offload") + os.sep
 _MOST_SHOWN = 20  # tensors whose holder is looked for
 _PATIENCE = 0.5  # seconds; a thread of a collective may hold what it has sent for a moment yet
 
@@ -59,6 +61,8 @@ class _Made(NamedTuple):
     tainted: bool
 
     def is_alive(self) -> bool:
+        if isinstance(self.line, _Line) and self.line.code.co_filename.startswith(_OFFLOADING):
+            return False  # the engine's own memory, for the next pass
         return self.tensor() is not None or (self.storage is not None and self.storage() is not None)
 
 
@@ -71,6 +75,7 @@ class Observation:
     def __init__(self, constants: Constants, is_first: bool = False) -> None:
         self.constants, self.is_first = constants, is_first
         self._made: list[_Made] = []
+        self._latest: dict[int, _Made] = {}  # by identity
         self._calls: list[tuple[tuple[Any, ...], _Line | str]] = []
         self._tainted: set[int] = set()
         self._files: dict[str, bool] = {}
@@ -107,7 +112,8 @@ class Observation:
             if _is_plain(result) and _storage(result) not in inputs:
                 storage = weakref.ref(result.untyped_storage())
                 (self._tainted.add if tainted else self._tainted.discard)(_storage(result))
-            self._made.append(_Made(weakref.ref(result), storage, tuple(result.shape), line, tainted))
+            self._latest[id(result)] = _Made(weakref.ref(result), storage, tuple(result.shape), line, tainted)
+            self._made.append(self._latest[id(result)])
 
     def returned(self, result: Any) -> None:
         """Captured code has returned this. Raises CaptureError for an object in it that somebody keeps."""
@@ -119,7 +125,8 @@ class Observation:
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether captured code has made this tensor."""
-        return any(made.tensor() is tensor for made in self._made)
+        made = self._latest.get(id(tensor))
+        return made is not None and made.tensor() is tensor
 
     def storages(self) -> set[int]:
         """The storages that captured code has made and that live yet."""
