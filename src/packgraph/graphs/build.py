@@ -273,14 +273,16 @@ class VariantBuild:
         """later: what backwards read from outside."""
         slot = {leaf.untyped_storage()._cdata for leaf in forward.leaves}
         reads = self._originals({place: t for place, t in forward.uses.reads.items() if place[0] not in slot})
-        writes = self._originals({place: t for place, t in forward.uses.writes.items() if place[0] not in slot})
+        written = {place: t for place, t in forward.uses.writes.items() if place[0] not in slot}
+        writes = self._originals(written)
+        counted = self._originals({place: t for place, t in written.items() if place not in forward.uses.uncounted})
         # Autograd saves parameters that a backward does not need after all, and raises when they have changed.
         saved = {key: t for key, t in reads.items() if isinstance(t, torch.nn.Parameter) and key not in writes}
         first = self._originals(later) | saved
         reads = first | reads
         generators = self.slot.backend.generators() if forward.uses.draws else []
         return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
-                       list(reads.values()), len(first), list(writes.values()), generators)
+                       list(reads.values()), len(first), list(writes.values()), list(counted.values()), generators)
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Tensors by whose versions changes are seen: parameters in place of their aliases, which count alone."""

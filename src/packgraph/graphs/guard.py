@@ -27,6 +27,9 @@ aten = torch.ops.aten
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKABLE = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 _RESIZING = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
+# Running averages are written to, in training at least, and no argument is marked so.
+_UNDECLARED = {aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
+               aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts}
 _BOOLEAN = (torch.bool, torch.uint8)
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -89,14 +92,23 @@ def way_out(name: str) -> str:
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that `func` changes in place, by its schema."""
-    written = []
-    for index, argument in enumerate(func._schema.arguments):
+    """The tensors that `func` changes in place."""
+    written = [] if func._schema.is_mutable else uncounted_writes(func, args, kwargs)
+    for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         written += [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
     return written
+
+
+def uncounted_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that `func` changes in place though its schema does not say so; their versions do not count that."""
+    if getattr(func, "overloadpacket", None) not in _UNDECLARED:  # compiled code has none
+        return []
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    means = [given.get("running_mean"), given.get("running_var")] if given.get("training", True) else []
+    return [tensor for tensor in means if tensor is not None]
 
 
 class Journal:
@@ -250,7 +262,7 @@ class Watch(CodeWatcher):
             return func(*args, **kwargs)
         if self.refuse:
             refuse_unsafe(func, args, kwargs, self.device)
-        for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
+        for tensor in written_tensors(func, args, kwargs):
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own:
                 self.journal.before_write(tensor)
                 self.written[tensor.untyped_storage()._cdata] = tensor

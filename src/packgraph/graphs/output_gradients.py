@@ -26,10 +26,19 @@ def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
 
 
 @dataclass
+class _Seen:
+    """Gradients of the outputs of one call. inner: of those that other outputs were computed from, so that they get
+    gradients whether the caller uses them or not."""
+
+    outer: dict[int, Layout] = field(default_factory=dict)
+    inner: dict[int, Layout] = field(default_factory=dict)
+
+
+@dataclass
 class _Shared:
     """What all keys know. latest: by the number of outputs what the last call did. twice: see OutputGradients."""
 
-    latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
+    latest: dict[int, _Seen] = field(default_factory=dict)
     twice: bool = False
 
 
@@ -43,18 +52,25 @@ class KeyGradients:
     def __init__(self, fell_back: FellBack, shared: _Shared) -> None:
         self.version = 0
         self._fell_back, self._shared = fell_back, shared
-        self._guessed = False
-        self.seen: dict[int, Layout] | None = None
+        self._guessed = self._may_be_right = False
+        self.seen: _Seen | None = None
         self._patterns: dict[int, dict[Pattern, None]] = {}
 
     def expected(self, leaves: Sequence[Any]) -> dict[int, Layout]:
-        """The outputs of a call that will get gradients, by number, and the layouts of those."""
+        """The outputs of a call that will get gradients, by number, and the layouts of those.
+
+        An output that others were computed from is expected to get none of its own where those others get some: a
+        caller who uses the loss seldom uses the logits, too.
+        """
         able = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         seen = self.seen
         if seen is None:  # strides hold for one shape only
-            seen = dict.fromkeys(self._shared.latest.get(len(leaves), {}), ())
-        found = {number: seen[number] for number in able if number in seen}
-        self._guessed = not found
+            latest = self._shared.latest.get(len(leaves), _Seen())
+            seen = _Seen(dict.fromkeys(latest.outer, ()), dict.fromkeys(latest.inner, ()))
+        likely = seen.outer or seen.inner
+        found = {number: likely[number] for number in able if number in likely}
+        self._may_be_right = bool(found)
+        self._guessed = not found or bool(seen.inner)
         return found or dict.fromkeys(able, ())
 
     def known(self, segment: int) -> list[Pattern]:
@@ -65,7 +81,8 @@ class KeyGradients:
         """Note a pattern for which a segment has no backward. captured: those for which it has one."""
         first = self._guessed and segment not in self._patterns
         self._fell_back(fallback.FIRST_BACKWARD if first else fallback.NEW_PATTERN)
-        known = self._patterns.setdefault(segment, {} if first else dict.fromkeys(captured))
+        wrong = first and not self._may_be_right
+        known = self._patterns.setdefault(segment, {} if wrong else dict.fromkeys(captured))
         if pattern not in known and len(known) < MAX_PATTERNS:
             known[pattern] = None
             self.version += 1
@@ -105,18 +122,38 @@ class OutputGradients:
     def watch(self, key: Hashable, result: Any) -> None:
         """Watch which outputs of an eager call get gradients. key: of the call, None = it can have none."""
         leaves = tree_leaves(result)
-        seen: dict[int, Layout] = {}
+        able = {number: leaf for number, leaf in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf}
+        inner, seen = _inner(able), _Seen()
         count, shared, known = len(leaves), self._shared, None if key is None else self.of(key)
 
         def note(gradient: torch.Tensor | None, number: int) -> None:
             if gradient is None:
                 return
-            seen[number] = layout_of(gradient)
+            (seen.inner if number in inner else seen.outer)[number] = layout_of(gradient)
             shared.latest[count] = seen
             if known is not None:
                 known.seen = seen
             shared.twice = shared.twice or torch.is_grad_enabled()
 
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(lambda gradient, number=number: note(gradient, number))
+        for number, leaf in able.items():
+            leaf.register_hook(lambda gradient, number=number: note(gradient, number))
+
+
+def _inner(outputs: dict[int, torch.Tensor]) -> set[int]:
+    """The outputs that others were computed from."""
+    edges = {(output.grad_fn, output.output_nr): number for number, output in outputs.items()}
+    if len(edges) < 2:
+        return set()
+    found, known = set[int](), set[Any]()
+    nodes = [output.grad_fn for output in outputs.values()]
+    while nodes:
+        node = nodes.pop()
+        if node in known or node is None:
+            continue
+        known.add(node)
+        for edge in node.next_functions:
+            if edge in edges:
+                found.add(edges[edge])
+            nodes.append(edge[0])
+    return found

@@ -106,8 +106,9 @@ class Context:
     """What surrounds a captured region: what it reads and writes from outside, and how to run it without graphs.
 
     reads: tensors whose values it uses, those that backwards read first. read_later: how many of them those are.
-    writes: tensors that its forward writes to. generators: those whose numbers it draws. run: its stages, eagerly,
-    within `calls`, since another thread may capture the module.
+    writes: tensors that its forward writes to. counted: those whose versions count that, which the running averages of
+    a batch norm do not. generators: those whose numbers it draws. run: its stages, eagerly, within `calls`, since
+    another thread may capture the module.
     inputs: numbers of the inputs that backwards read. changed: whether facts that the graphs have baked about the
     module hold no longer. gradients: what is known of the
     gradients that its outputs get.
@@ -120,6 +121,7 @@ class Context:
     reads: list[torch.Tensor] = field(default_factory=list)
     read_later: int = 0
     writes: list[torch.Tensor] = field(default_factory=list)
+    counted: list[torch.Tensor] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
 

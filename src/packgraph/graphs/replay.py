@@ -73,8 +73,8 @@ def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) ->
 def replay_forward(region: Region) -> None:
     """Replay the forward graph. What it writes to counts as changed, as it would by an eager call."""
     region.forward.replay()
-    if region.context.writes:
-        torch.autograd.graph.increment_version(region.context.writes)
+    if region.context.counted:
+        torch.autograd.graph.increment_version(region.context.counted)
 
 
 class _Replay(torch.autograd.Function):
