@@ -262,7 +262,7 @@ def test_what_the_backward_reads_must_not_change(name):
         loss = model(sample(5))[0].square().sum()
         with torch.no_grad():
             model.get_parameter(name).mul_(2)
-        with pytest.raises(RuntimeError, match=r"inplace operation|changed in place between forward and backward"):
+        with pytest.raises(RuntimeError, match=r"inplace operation|changed in place, or given other memory"):
             loss.backward()
 
 
@@ -513,8 +513,8 @@ def test_an_output_that_another_was_computed_from_is_no_surprise(both, recwarn):
     for number in range(6):
         for model in (eager, graphed):
             first, second = model(sample(number))
-            (first.square().sum() + second.sum() if both else first.square().sum()).backward()
+            (first.square().sum() + second.square().sum() if both else first.square().sum()).backward()
         assert_same(gradients(eager), gradients(graphed))
     assert graphed.stats.replayed == 4
     assert not [w for w in recwarn if issubclass(w.category, PackgraphWarning)]
-    assert graphed.stats.captured == 1 + both
+    assert graphed.stats.captured == 1 and set(graphed.stats.fallbacks) == {"warm-up"}

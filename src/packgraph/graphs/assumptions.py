@@ -45,8 +45,11 @@ DIFFERENCES = (
     Difference("several calls of one module under one `torch.autocast` block that meet in one backward",
                "eager calls share the cast weights, so their gradients are summed in the lower precision; graphs cast "
                "for themselves and sum in the parameter's precision, which is more exact (0.3 % measured)"),
-    Difference("arguments that are slices with gaps in memory, or expanded",
-               "they are copied row-major into static memory, and kernels choose by memory layout"),
+    Difference("arguments that are slices with gaps in memory, expanded, or begin within a tensor at no multiple of 64 "
+               "bytes",
+               "they are copied row-major into aligned static memory, and kernels choose by layout and alignment"),
+    Difference("the memory layout of gradients that `torch.autograd.grad` returns for parameters",
+               "it is that of the parameter, as `.grad` has it; eager hands out what the last kernel has made"),
 )
 
 ERRORS = (

@@ -76,6 +76,8 @@ TRACED = _reason("the call is traced (torch.compile, torch.export or torch.jit)"
                  "compiled code inside of graphs use packgraph.graph(module, compile=True)")
 MODES = _reason("a torch function or dispatch mode is active", "leave the mode before the call: it sees the module's "
                 "operations, and a replay has none; count FLOPs or profile operations under packgraph.eager(...)")
+CACHED = _reason("parametrizations are cached (torch.nn.utils.parametrize.cached)", "leave the block before the call, "
+                 "or put it inside the module: what a graph computes cannot be shared with other calls")
 
 # Not asked for: the module, and its captures.
 NOT_LEAVES = _reason("parameters are not leaf parameters", "call the module itself, not by torch.func.functional_call "

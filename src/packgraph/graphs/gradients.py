@@ -54,12 +54,19 @@ class GradientBuffer:
         shown: What becomes `.grad`: a tensor of the same memory.
     """
 
-    __slots__ = ("_storage", "parameter", "shown", "tensor")
+    __slots__ = ("_address", "_storage", "parameter", "shown", "tensor")
 
     def __init__(self, parameter: torch.nn.Parameter, shown: torch.Tensor) -> None:
         self.parameter, self.shown = parameter, shown
         self.tensor = shown.detach()
         self._storage = _storage_of(shown)
+        self._address = self.tensor.data_ptr()
+
+    def is_attached(self, grad: torch.Tensor | None) -> bool:
+        """Whether `grad`, the parameter's, is this buffer."""
+        if self.shown.data_ptr() != self._address:  # its `.data` was replaced: it is the user's from here on
+            self.shown = self.tensor.detach()
+        return grad is self.shown
 
     def is_held(self) -> bool:
         """Whether somebody else holds the buffer. Meaningful while it is not the parameter's `.grad`."""
@@ -104,7 +111,7 @@ def attach(buffers: Iterable[GradientBuffer]) -> list[_Aside]:
     aside: list[_Aside] = []
     for buffer in buffers:
         grad = buffer.parameter.grad
-        if grad is buffer.shown:
+        if buffer.is_attached(grad):
             continue
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
         if held or (grad is not None and _is_held(_counts(grad))):

@@ -5,8 +5,10 @@ An output that gets no gradient is not an output with a gradient of zeros: param
 a captured backward bakes, its *pattern*. Warm-up calls show what to expect. A pattern that was not expected runs once
 eagerly (`recompute.py`), is learned, and is captured at the next call.
 """
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,19 +28,10 @@ def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
 
 
 @dataclass
-class _Seen:
-    """Gradients of the outputs of one call. inner: of those that other outputs were computed from, so that they get
-    gradients whether the caller uses them or not."""
-
-    outer: dict[int, Layout] = field(default_factory=dict)
-    inner: dict[int, Layout] = field(default_factory=dict)
-
-
-@dataclass
 class _Shared:
     """What all keys know. latest: by the number of outputs what the last call did. twice: see OutputGradients."""
 
-    latest: dict[int, _Seen] = field(default_factory=dict)
+    latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
     twice: bool = False
 
 
@@ -52,25 +45,18 @@ class KeyGradients:
     def __init__(self, fell_back: FellBack, shared: _Shared) -> None:
         self.version = 0
         self._fell_back, self._shared = fell_back, shared
-        self._guessed = self._may_be_right = False
-        self.seen: _Seen | None = None
+        self._guessed = False
+        self.seen: dict[int, Layout] | None = None
         self._patterns: dict[int, dict[Pattern, None]] = {}
 
     def expected(self, leaves: Sequence[Any]) -> dict[int, Layout]:
-        """The outputs of a call that will get gradients, by number, and the layouts of those.
-
-        An output that others were computed from is expected to get none of its own where those others get some: a
-        caller who uses the loss seldom uses the logits, too.
-        """
+        """The outputs of a call that will get gradients, by number, and the layouts of those."""
         able = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         seen = self.seen
         if seen is None:  # strides hold for one shape only
-            latest = self._shared.latest.get(len(leaves), _Seen())
-            seen = _Seen(dict.fromkeys(latest.outer, ()), dict.fromkeys(latest.inner, ()))
-        likely = seen.outer or seen.inner
-        found = {number: likely[number] for number in able if number in likely}
-        self._may_be_right = bool(found)
-        self._guessed = not found or bool(seen.inner)
+            seen = dict.fromkeys(self._shared.latest.get(len(leaves), {}), ())
+        found = {number: seen[number] for number in able if number in seen}
+        self._guessed = not found
         return found or dict.fromkeys(able, ())
 
     def known(self, segment: int) -> list[Pattern]:
@@ -81,8 +67,7 @@ class KeyGradients:
         """Note a pattern for which a segment has no backward. captured: those for which it has one."""
         first = self._guessed and segment not in self._patterns
         self._fell_back(fallback.FIRST_BACKWARD if first else fallback.NEW_PATTERN)
-        wrong = first and not self._may_be_right
-        known = self._patterns.setdefault(segment, {} if wrong else dict.fromkeys(captured))
+        known = self._patterns.setdefault(segment, {} if first else dict.fromkeys(captured))
         if pattern not in known and len(known) < MAX_PATTERNS:
             known[pattern] = None
             self.version += 1
@@ -120,17 +105,22 @@ class OutputGradients:
             known.forget()
 
     def watch(self, key: Hashable, result: Any) -> None:
-        """Watch which outputs of an eager call get gradients. key: of the call, None = it can have none."""
+        """Watch which outputs of an eager call get gradients from its caller. key: None = the call has none.
+
+        An output that others were computed from (logits, beside a loss) gets a gradient through them, too: what it gets
+        from the caller is what it gets beyond that.
+        """
         leaves = tree_leaves(result)
         able = {number: leaf for number, leaf in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf}
-        inner, seen = _inner(able), _Seen()
+        through = _gradients_through(able)
+        seen: dict[int, Layout] = {}
         count, shared, known = len(leaves), self._shared, None if key is None else self.of(key)
 
         def note(gradient: torch.Tensor | None, number: int) -> None:
-            if gradient is None:
+            if gradient is None or _is_sum(gradient, through.pop(number, [])):
                 return
-            (seen.inner if number in inner else seen.outer)[number] = layout_of(gradient)
+            seen[number] = layout_of(gradient)
             shared.latest[count] = seen
             if known is not None:
                 known.seen = seen
@@ -140,20 +130,38 @@ class OutputGradients:
             leaf.register_hook(lambda gradient, number=number: note(gradient, number))
 
 
-def _inner(outputs: dict[int, torch.Tensor]) -> set[int]:
-    """The outputs that others were computed from."""
+def _gradients_through(outputs: dict[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """What outputs will get through others that were computed from them, by number, in the order in which it comes."""
+    found: dict[int, list[torch.Tensor]] = defaultdict(list)
     edges = {(output.grad_fn, output.output_nr): number for number, output in outputs.items()}
-    if len(edges) < 2:
-        return set()
-    found, known = set[int](), set[Any]()
-    nodes = [output.grad_fn for output in outputs.values()]
+    nodes: list[Any] = list({output.grad_fn for output in outputs.values()}) if len(edges) > 1 else []
+    known = set(nodes)
     while nodes:
         node = nodes.pop()
-        if node in known or node is None:
-            continue
-        known.add(node)
-        for edge in node.next_functions:
-            if edge in edges:
-                found.add(edges[edge])
-            nodes.append(edge[0])
+        read = [(place, edges[edge]) for place, edge in enumerate(node.next_functions) if edge in edges]
+        if read:
+            node.register_hook(partial(_keep, found, read))
+        following = {edge[0] for edge in node.next_functions if edge[0] is not None} - known
+        known |= following
+        nodes += following
     return found
+
+
+def _keep(found: dict[int, list[torch.Tensor]], read: list[tuple[int, int]], passed_on: Sequence[torch.Tensor | None],
+          arrived: object) -> None:
+    """A hook of an autograd node: keep what it passes on to outputs. Autograd adds to none of that while it is kept."""
+    for place, number in read:
+        gradient = passed_on[place]
+        if gradient is not None:
+            found[number].append(gradient)
+
+
+@torch.no_grad()
+def _is_sum(gradient: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    """Whether a gradient is the sum of these, in this order, and of nothing else."""
+    if len(parts) < 2:
+        return bool(parts) and parts[0].data_ptr() == gradient.data_ptr()
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return bool(((total == gradient) | ((total != total) & (gradient != gradient))).all())

@@ -105,7 +105,8 @@ class Backward:
 class Context:
     """What surrounds a captured region: what it reads and writes from outside, and how to run it without graphs.
 
-    reads: tensors whose values it uses, those that backwards read first. read_later: how many of them those are.
+    reads: tensors whose values it uses, those that backwards read first. read_later: those that backwards read.
+    addresses: of their memory at capture.
     writes: tensors that its forward writes to. counted: those whose versions count that, which the running averages of
     a batch norm do not. generators: those whose numbers it draws. run: its stages, eagerly, within `calls`, since
     another thread may capture the module.
@@ -119,7 +120,8 @@ class Context:
     calls: AbstractContextManager[object]
     gradients: KeyGradients
     reads: list[torch.Tensor] = field(default_factory=list)
-    read_later: int = 0
+    read_later: list[torch.Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     writes: list[torch.Tensor] = field(default_factory=list)
     counted: list[torch.Tensor] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)

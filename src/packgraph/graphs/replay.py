@@ -120,7 +120,9 @@ def _replay_backward(region: Region, backward: Backward, gradients: Gradients, t
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned parameters."""
     # What is wanted by itself: of some tensors only, to be seen by a hook, or to be added beside other threads.
     shared = ticket.slots.launches.shared or not region.parameters.is_whole()
-    asked = [buffer for buffer in backward.owned if shared or has_hooks(buffer.parameter)]
+    # One that was frozen since its forward gets none, which autograd knows.
+    asked = [buffer for buffer in backward.owned
+             if shared or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)]
     added = backward.owned
     if asked:
         apart = set(map(id, asked))
@@ -168,9 +170,9 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
             raise RuntimeError(
                 f"an argument of shape {tuple(tensor.shape)} that {region.name} reads in its backward was changed in "
                 "place between forward and backward. Write to a new tensor, or run the backward first")
-    for tensor, version in zip(region.context.reads[: region.context.read_later], versions, strict=False):
-        if tensor._version != version:
+    for tensor, address, version in zip(region.context.read_later, region.context.addresses, versions, strict=False):
+        if tensor._version != version or tensor.data_ptr() != address:
             raise RuntimeError(
                 f"a parameter or buffer of shape {tuple(tensor.shape)} that {region.name} reads in its backward was "
-                "changed in place between forward and backward. Step the optimizer after the last backward, and write "
-                "to a new tensor otherwise")
+                "changed in place, or given other memory, between forward and backward. Step the optimizer after the "
+                "last backward, and write to a new tensor otherwise")

@@ -41,7 +41,7 @@ PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-DEPTH = 3  # objects within objects whose attributes are watched
+DEPTH = 8  # objects within objects whose attributes are watched
 LARGEST_BYTES = 2**20  # of an array that is compared before every call
 MOST_CONTAINERS = 20_000
 

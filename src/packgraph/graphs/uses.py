@@ -56,7 +56,10 @@ class Uses(CodeWatcher):
         for leaf in leaves:
             if not _is_strided(leaf) or (cdata := leaf.untyped_storage()._cdata) in self._made:
                 continue
-            if (place := (cdata, leaf.data_ptr())) not in found:
+            if (place := (cdata, leaf.data_ptr())) in found:
+                continue
+            found[place] = leaf
+            if leaf.requires_grad:  # below autograd, so that it has a version of its own; parameters stand for those
                 with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
                     found[place] = leaf.detach()
 
