@@ -518,3 +518,49 @@ def test_an_output_that_another_was_computed_from_is_no_surprise(both, recwarn):
     assert graphed.stats.replayed == 4
     assert not [w for w in recwarn if issubclass(w.category, PackgraphWarning)]
     assert graphed.stats.captured == 1 and set(graphed.stats.fallbacks) == {"warm-up"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("look", ["retain_grad", "register_hook"])
+def test_gradients_within_a_module_are_not_shown_in_part(look, late):
+    """From a replay an inner output gets only what the caller's code gives it."""
+    eager, graphed = twins(Chained, calls=3 if late else 0)
+
+    def act(model, number):
+        seen = []
+        first, second = model(sample(number))
+        second.retain_grad() if look == "retain_grad" else second.register_hook(lambda g: seen.append(g.clone()))
+        (first.square().sum() + second.square().sum()).backward()
+        return [second.grad] if look == "retain_grad" else seen
+
+    if late:
+        with pytest.raises(RuntimeError, match=r"an output of .* that other outputs were computed from has a hook"):
+            act(graphed, 3)
+        act(eager, 3)
+        eager.zero_grad()
+        graphed.zero_grad()
+    with pytest.warns(PackgraphWarning, match="an output that other outputs were computed from"):
+        run_both(eager, graphed, act)
+    assert graphed.stats.fallbacks["a hook or retain_grad on an output that other outputs were computed from"] >= 3
+
+
+def test_a_hook_on_an_output_that_nothing_was_computed_from_fires_in_replays():
+    eager, graphed = twins(Chained)
+
+    def act(model, number):
+        first, second = model(sample(number))
+        first.retain_grad()
+        (first.square().sum() + second.square().sum()).backward()
+        return [first.grad]
+
+    run_both(eager, graphed, act)
+    assert graphed.stats.replayed >= 4
+
+
+def test_the_gradient_of_an_inner_output_alone_is_an_error():
+    eager, graphed = twins(Chained)
+    first, second = graphed(sample(3))
+    with pytest.raises(RuntimeError, match="asks for the gradient of an output that other outputs were computed from"):
+        torch.autograd.grad(first.square().sum() + second.square().sum(), second)
+    first, second = eager(sample(3))
+    torch.autograd.grad(first.square().sum() + second.square().sum(), second)

@@ -53,6 +53,9 @@ DIFFERENCES = (
 )
 
 ERRORS = (
+    ("`torch.autograd.grad` asks for the gradient of an output that other outputs were computed from (together with "
+     "those of parameters it is not noticed: that output's gradient then lacks what comes from the others)",
+     "a replay gives it the gradients of your own code only; run such calls under `packgraph.eager(...)`"),
     ("a second backward through one call (`retain_graph=True`)",
      "its saved activations are gone; add the losses first"),
     ("`create_graph=True`", "a captured backward has no graph of its own; seen in warm-up, calls run eagerly instead"),

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from packgraph.graphs.accumulate import Accumulator
-from packgraph.graphs.autograd_walk import leaves_behind
+from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.direct import Direct, direct_replay
@@ -252,6 +252,9 @@ class VariantBuild:
             forward.entries, self._context(forward, {}),
             ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
             [self.aliases.parameter_of[id(a)] for a in returned])
+        made = {number: out for number, out in enumerate(forward.outputs) if out.requires_grad}
+        readers = readers_of_results(list(made.values()))
+        region.inner = sorted({list(made)[place] for _, read in readers for _, place in read})
         patterns = self._patterns(index, forward, region)
         later: dict[Place, torch.Tensor] = {}
         read_inputs = set[int]()

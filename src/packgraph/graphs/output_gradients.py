@@ -5,6 +5,7 @@ An output that gets no gradient is not an output with a gradient of zeros: param
 a captured backward bakes, its *pattern*. Warm-up calls show what to expect. A pattern that was not expected runs once
 eagerly (`recompute.py`), is learned, and is captured at the next call.
 """
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
+from packgraph.graphs.autograd_walk import is_seen, readers_of_results
 from packgraph.graphs.strides import Layout, layout_of
 
 MAX_PATTERNS = 8  # per segment and key; beyond them such a backward runs eagerly
@@ -29,10 +31,12 @@ def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
 
 @dataclass
 class _Shared:
-    """What all keys know. latest: by the number of outputs what the last call did. twice: see OutputGradients."""
+    """What all keys know. latest: by the number of outputs what the last call did. twice, seen_inside: see
+    OutputGradients."""
 
     latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
     twice: bool = False
+    seen_inside: bool = False
 
 
 class KeyGradients:
@@ -80,6 +84,10 @@ class KeyGradients:
         """Note that the gradients of a call are to be differentiated, which graphs cannot do."""
         self._shared.twice = True
 
+    def refuse_seen_inside(self) -> None:
+        """Note that somebody wants to see the gradient of an output that others were computed from."""
+        self._shared.seen_inside = True
+
 
 class OutputGradients:
     """What is known of all calls of one module. fell_back: told of backwards that run eagerly; it holds no graphs."""
@@ -92,6 +100,11 @@ class OutputGradients:
     def twice(self) -> bool:
         """Whether gradients of the module were differentiated themselves (`create_graph=True`)."""
         return self._shared.twice
+
+    @property
+    def seen_inside(self) -> bool:
+        """Whether an output that others were computed from had a hook, or kept its gradient."""
+        return self._shared.seen_inside
 
     def of(self, key: Hashable) -> KeyGradients:
         """What is known of the calls of `key`."""
@@ -113,11 +126,19 @@ class OutputGradients:
         leaves = tree_leaves(result)
         able = {number: leaf for number, leaf in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf}
-        through = _gradients_through(able)
+        numbers = list(able)
+        through: dict[int, list[torch.Tensor]] = defaultdict(list)
+        inner = dict[int, weakref.ref[torch.Tensor]]()
+        for node, read in readers_of_results(list(able.values())):
+            places = [(place, numbers[index]) for place, index in read]
+            inner.update((number, weakref.ref(able[number])) for _, number in places)
+            node.register_hook(partial(_keep, through, places))
         seen: dict[int, Layout] = {}
         count, shared, known = len(leaves), self._shared, None if key is None else self.of(key)
 
         def note(gradient: torch.Tensor | None, number: int) -> None:
+            leaf = inner[number]() if number in inner else None
+            shared.seen_inside = shared.seen_inside or (leaf is not None and is_seen(leaf, own=1))
             if gradient is None or _is_sum(gradient, through.pop(number, [])):
                 return
             seen[number] = layout_of(gradient)
@@ -128,23 +149,6 @@ class OutputGradients:
 
         for number, leaf in able.items():
             leaf.register_hook(lambda gradient, number=number: note(gradient, number))
-
-
-def _gradients_through(outputs: dict[int, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    """What outputs will get through others that were computed from them, by number, in the order in which it comes."""
-    found: dict[int, list[torch.Tensor]] = defaultdict(list)
-    edges = {(output.grad_fn, output.output_nr): number for number, output in outputs.items()}
-    nodes: list[Any] = list({output.grad_fn for output in outputs.values()}) if len(edges) > 1 else []
-    known = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        read = [(place, edges[edge]) for place, edge in enumerate(node.next_functions) if edge in edges]
-        if read:
-            node.register_hook(partial(_keep, found, read))
-        following = {edge[0] for edge in node.next_functions if edge[0] is not None} - known
-        known |= following
-        nodes += following
-    return found
 
 
 def _keep(found: dict[int, list[torch.Tensor]], read: list[tuple[int, int]], passed_on: Sequence[torch.Tensor | None],

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.autograd_walk import is_seen
 from packgraph.graphs.entries import make_entry
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.output_gradients import pattern_of
 from packgraph.graphs.parameters import has_hooks
 from packgraph.graphs.recompute import recompute_gradients
-from packgraph.graphs.region import Backward, Homes, Region
+from packgraph.graphs.region import Backward, Homes, Inner, Region
 from packgraph.graphs.slot import Ticket
 from packgraph.graphs.strides import copy_into
 from packgraph.plan.stages import State
@@ -61,7 +62,10 @@ def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) ->
         wanted, read = stage_inputs(region, state, homes)
         if any(output.differentiable for output in region.outputs):
             ticket.pending.add(region.number)
-            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, read, *wanted, *region.returned)
+            inner: list[Inner] = []
+            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, read, inner, *wanted, *region.returned)
+            for number in region.inner:
+                homes.note_inner(made[number], inner)
         else:
             replay_forward(region)
             made = tuple(output.static.tensor.detach() for output in region.outputs)
@@ -82,8 +86,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, edge: torch.Tensor, region: Region, ticket: Ticket,
-                read: list[Version], *inputs: torch.Tensor) -> Any:
-        ctx.region, ctx.ticket, ctx.read = region, ticket, read
+                read: list[Version], inner: list[Inner], *inputs: torch.Tensor) -> Any:
+        ctx.region, ctx.ticket, ctx.read, ctx.inner = region, ticket, read, inner
         ctx.set_materialize_grads(False)
         ctx.random_states = [generator.get_state() for generator in region.context.generators]
         replay_forward(region)
@@ -97,8 +101,9 @@ class _Replay(torch.autograd.Function):
         region, ticket = ctx.region, ctx.ticket
         inputs = sum(entry.differentiable for entry in region.inputs)
         if all(gradient is None for gradient in gradients):
-            return (None,) * (5 + inputs + len(region.returned))
+            return (None,) * (6 + inputs + len(region.returned))
         _refuse_second_derivatives(region)
+        _refuse_hooks_inside(region, ctx.inner)
         _check_versions(region, ctx.versions, ctx.read)
         with ticket.slots.launches:
             ticket.start_backward(region.number)
@@ -112,7 +117,7 @@ class _Replay(torch.autograd.Function):
                 region.context.gradients.learn(region.number, list(region.backwards), pattern)
         with ticket.slots.launches:
             ticket.finish_backward(region.number)
-        return None, signal, None, None, None, *results
+        return None, signal, None, None, None, None, *results
 
 
 def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: Ticket
@@ -160,6 +165,17 @@ def _refuse_second_derivatives(region: Region) -> None:
             f"create_graph=True through {region.name}: a captured backward has no graph of its own that could be "
             "differentiated again. Calls after this one run eagerly. To keep graphs for other calls, run those whose "
             "gradients are differentiated under packgraph.eager(...)")
+
+
+def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
+    """Raise RuntimeError when somebody has seen the gradient of an output that others were computed from: it lacked
+    what comes from those. inner: such outputs."""
+    if any(output is not None and is_seen(output, hooks) for output, hooks in ((given(), own) for given, own in inner)):
+        region.context.gradients.refuse_seen_inside()
+        raise RuntimeError(
+            f"an output of {region.name} that other outputs were computed from has a hook, or keeps its gradient "
+            "(retain_grad): a replay gives it the gradients of your own code only. Calls after this one run eagerly. "
+            "Do it during warm-up, or run such calls under packgraph.eager(...)")
 
 
 def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[Version]) -> None:
