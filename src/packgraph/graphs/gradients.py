@@ -14,14 +14,17 @@ the tensor. So every replay begins by comparing `.grad` with the buffer:
 Somebody else is found by reference counts: of the Python object that was `.grad`, and of the storage behind it (views,
 aliases, saved tensors).
 """
+import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from packgraph.graphs.parameters import local_tensor
 
+_SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
+_GRADIENT = operator.attrgetter("parameter.grad")
 _storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
@@ -105,8 +108,10 @@ class GradientBuffers:
 
 
 @torch.no_grad()
-def attach(buffers: Iterable[GradientBuffer]) -> list[_Aside]:
+def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its replay."""
+    if _are_attached(buffers):
+        return []
     cleared: list[torch.Tensor] = []
     aside: list[_Aside] = []
     for buffer in buffers:
@@ -127,6 +132,13 @@ def attach(buffers: Iterable[GradientBuffer]) -> list[_Aside]:
     if cleared:
         torch._foreach_zero_(cleared)
     return aside
+
+
+def _are_attached(buffers: Sequence[GradientBuffer]) -> bool:
+    """Whether all gradients are their buffers: asked before every replay, so it costs one pass in C for each fact."""
+    shown = list(map(_SHOWN, buffers))
+    return all(map(operator.is_, map(_GRADIENT, buffers), shown)) \
+        and list(map(torch.Tensor.data_ptr, shown)) == list(map(_ADDRESS, buffers))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@
 A backward that nobody has captured (a new pattern) runs eagerly: the region's inputs lie in the slot yet, so its
 forward is run again (`recompute.py`).
 """
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +18,14 @@ from packgraph.graphs.autograd_walk import is_seen
 from packgraph.graphs.entries import make_entry
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.output_gradients import pattern_of
-from packgraph.graphs.parameters import has_hooks
+from packgraph.graphs.parameters import are_quiet, has_hooks
 from packgraph.graphs.recompute import recompute_gradients
 from packgraph.graphs.region import Backward, Homes, Inner, Region
 from packgraph.graphs.slot import Ticket
 from packgraph.graphs.strides import copy_into
 from packgraph.plan.stages import State
 
+_VERSION = operator.attrgetter("_version")
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -125,9 +127,11 @@ def _replay_backward(region: Region, backward: Backward, gradients: Gradients, t
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned parameters."""
     # What is wanted by itself: of some tensors only, to be seen by a hook, or to be added beside other threads.
     shared = ticket.slots.launches.shared or not region.parameters.is_whole()
-    # One that was frozen since its forward gets none, which autograd knows.
-    asked = [buffer for buffer in backward.owned
-             if shared or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)]
+    asked: list[GradientBuffer] = []
+    if shared or not are_quiet([buffer.parameter for buffer in backward.owned]):
+        # One that was frozen since its forward gets none, which autograd knows.
+        asked = [buffer for buffer in backward.owned
+                 if shared or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)]
     added = backward.owned
     if asked:
         apart = set(map(id, asked))
@@ -186,7 +190,11 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
             raise RuntimeError(
                 f"an argument of shape {tuple(tensor.shape)} that {region.name} reads in its backward was changed in "
                 "place between forward and backward. Write to a new tensor, or run the backward first")
-    for tensor, address, version in zip(region.context.read_later, region.context.addresses, versions, strict=False):
+    later, addresses = region.context.read_later, region.context.addresses
+    if list(map(_VERSION, later)) == list(versions[: len(later)]) \
+            and list(map(torch.Tensor.data_ptr, later)) == addresses:
+        return
+    for tensor, address, version in zip(later, addresses, versions, strict=False):
         if tensor._version != version or tensor.data_ptr() != address:
             raise RuntimeError(
                 f"a parameter or buffer of shape {tuple(tensor.shape)} that {region.name} reads in its backward was "
