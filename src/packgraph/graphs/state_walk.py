@@ -7,7 +7,9 @@ methods whose name occurs in code that was walked before, so what nothing calls 
 
 import enum
 import functools
+import itertools
 import os
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -314,6 +316,11 @@ class Walk:
             known.add(name)
             if isinstance(value, type):
                 self._note_class(value, made=True)
+            elif isinstance(value, itertools.count) and is_installed(label):
+                # Such as a lock's, which forward can reach but never calls: refused if a rehearsal moves it.
+                place = Place(f"{label}.{name}", _GLOBAL)
+                read = functools.partial(_interned, value)
+                self.tables.append(referent_table(read, value, place, (id(namespace), name)))
             elif not isinstance(value, types.ModuleType):
                 self._note(value, Place(f"{label}.{name}", _GLOBAL), (id(namespace), name), 0)
 
@@ -387,6 +394,11 @@ class Walk:
                         function = function_of(value)
                         if function is not None:
                             self._add_function(function)
+
+
+def _interned(value: Any) -> str:
+    """What a counter shows, the same object while it shows the same."""
+    return sys.intern(repr(value))
 
 
 def _way_out() -> str:
