@@ -243,7 +243,7 @@ WATCHED: tuple[Row, ...] = (
         "other objects",
         (object,),
         Treatment.ATTRIBUTES,
-        "attributes and slots are baked, to three objects deep; below that, and of objects without "
+        f"attributes and slots are baked, to {DEPTH} objects deep; below that, and of objects without "
         "attributes, "
         "identity is watched",
     ),
