@@ -18,7 +18,8 @@ _EXACT = f"""
 ## What is compared before every replay
 
 Whatever `forward` reads, found from the module's attributes and from the names in its code: to {DEPTH} objects within
-objects, arrays up to {LARGEST_BYTES // 2**20} MiB, and the environment where code names `os.environ` or `getenv`. A change drops the graphs and captures again, with one warning.
+objects, arrays up to {LARGEST_BYTES // 2**20} MiB, and the environment where code names `os.environ` or `getenv`.
+A change drops the graphs and captures again, with one warning.
 `packgraph.assume_constant(object)` vouches for an object, which is then known by identity alone.
 """
 _REASONS = """
