@@ -16,7 +16,7 @@ from torch import Tensor
 
 import packgraph.graphs
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.graphed import graph
+from packgraph.graphs.graphed import control, graph
 
 _GRAPHS = Path(packgraph.graphs.__file__).parent
 RATE = 0.02
@@ -73,7 +73,7 @@ def run(entry: Entry, loop: str, device: str, *, graphs: bool) -> Run:
         model.train()
         if graphs:
             model = graph(model, backend="auto" if device != "cpu" else "recorder", warmup=WARMUP[loop])
-    stats = model.stats if graphs else None
+    stats = control(model).stats if graphs else None
     trace: list[dict[str, Any]] = []
     error: BaseException | None = None
     own_error = False

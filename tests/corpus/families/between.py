@@ -170,6 +170,20 @@ def _forward_mode(m, arguments):
         return primal.clone(), torch.zeros_like(primal) if tangent is None else tangent.clone()
 
 
+def _weight_tangent(m, arguments):
+    with forward_ad.dual_level():
+        weight = m.linear.weight
+        del m.linear._parameters["weight"]
+        m.linear.weight = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        try:
+            primal, tangent = forward_ad.unpack_dual(m(*arguments))
+        finally:
+            del m.linear.weight
+            m.linear.register_parameter("weight", weight)
+        return primal.detach().clone(), torch.zeros_like(primal) if tangent is None else tangent.detach().clone()
+
+
+add(GROUP, "forward-mode tangent of a weight", model, one, call=_weight_tangent)
 add(GROUP, "forward-mode tangent of the input", model, one, call=_forward_mode)
 add(GROUP, "torch.func.jvp", model, one, call=lambda m, a: torch.func.jvp(m, (a[0],), (torch.ones_like(a[0]),)))
 add(GROUP, "torch.func.vjp", model, one, call=lambda m, a: _vjp(m, a[0]))
