@@ -62,6 +62,12 @@ for label, change in CHANGES.items():
     between(f"{label} changes", quietly(change))
 between("input changes in place", lambda m, loss, outputs, arguments: arguments[0].add_(1.0), inputs=one)
 between("output changes in place", lambda m, loss, outputs, arguments: outputs.data.add_(1.0))
+between(
+    "output that its own gradient needs changes in place",
+    lambda m, loss, outputs, arguments: outputs.detach().mul_(2),
+    lambda: Own(lambda m, x: m.linear(x).exp()),
+    loss=lambda out: out.sum(),
+)
 between("hook on a parameter is added", lambda m, *_: m.linear.weight.register_hook(lambda g: g * 3))
 between(
     "hook on a parameter is removed",
