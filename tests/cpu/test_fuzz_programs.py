@@ -16,7 +16,6 @@ CHUNK = 100
 pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")
 
 
-@pytest.mark.xfail(reason="a few programs of a hundred still differ: docs/LOG.md says how", strict=False)
 @pytest.mark.parametrize("start", range(FIRST, FIRST + COUNT, CHUNK))
 def test_programs_never_differ_silently(start):
     programs = [generate(seed) for seed in range(start, min(start + CHUNK, FIRST + COUNT))]
