@@ -70,7 +70,7 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     nbytes = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            if leaf.device != device or leaf.layout != torch.strided or type(leaf) not in TENSORS:
+            if leaf.device != device or leaf.layout != torch.strided or type(leaf) not in TENSORS or _attributes(leaf):
                 return None
             facts.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, own_strides(leaf), leaf.is_conj(),
                           leaf.is_neg()))
@@ -90,7 +90,16 @@ def unfit(leaf: Any, device: torch.device) -> str | None:
         return f"a {type(leaf).__name__}, a tensor that may do more than hold numbers"
     if leaf.layout != torch.strided:
         return f"a tensor of layout {leaf.layout}"
+    if _attributes(leaf):
+        return f"a tensor with the attribute {_attributes(leaf)[0]!r}, which a graph's copy would not have"
     return f"a tensor on {leaf.device}, and the module is on {device}" if leaf.device != device else None
+
+
+def _attributes(leaf: torch.Tensor) -> list[str]:
+    """The names of what Python code has set on a tensor, which captured code could read."""
+    if type(leaf) is not torch.Tensor or not leaf.__dict__:
+        return []
+    return [name for name in leaf.__dict__ if not name.startswith("_dynamo_")]
 
 
 def packed_batches(args: Any) -> list[PackedBatch]:

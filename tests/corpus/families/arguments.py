@@ -33,6 +33,12 @@ def case(name, function, inputs, **options):
     add(GROUP, name, lambda: Own(function), inputs, **options)
 
 
+def _marked(draw):
+    made = draw.rows()
+    made.scale = 2.0
+    return made
+
+
 def alternate(*values):
     return lambda draw, step: (draw.rows(), values[step % len(values)])
 
@@ -129,6 +135,7 @@ case(
 case("requires grad in turns", plain, lambda draw, step: (draw.rows(grad=step % 2 == 0),))
 case("no rows", plain, lambda draw, step: (draw.rows(0, 4) if step % 2 else draw.rows(),))
 case("always no rows", plain, lambda draw, step: (draw.rows(0, 4),))
+case("attribute of an input", lambda m, x: m.linear(x) * getattr(x, "scale", 1.0), lambda draw, step: (_marked(draw),))
 case("0-d input", lambda m, x, s: m.linear(x) * s, lambda draw, step: (draw.rows(), draw.rows(1).squeeze(0)))
 case("transposed input", plain, lambda draw, step: (draw.rows(4, 3).t(),))
 case("transposed input with a gradient", plain, lambda draw, step: (draw.rows(4, 3).t().requires_grad_(),))
