@@ -102,15 +102,18 @@ def watched_calls(watcher: Watcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwatched_calls() -> Iterator[None]:
-    """Within the block this thread's calls are not looked at: a frame that is seen may keep tensors for longer."""
+    """Within the block, or the function that it decorates, this thread's calls are not looked at: a frame that is seen
+    may keep tensors for longer, and what the machinery does takes several times as long. A profiler that captured code
+    has begun stays."""
     hook = _THREAD.hook
-    if hook is not None:
+    looking = hook is not None and sys.getprofile() is hook.see
+    if looking:
         sys.setprofile(None)
     try:
         yield
     finally:
-        if hook is not None:
-            sys.setprofile(hook.see)
+        if looking:
+            sys.setprofile(hook.see)  # type: ignore[union-attr]
 
 
 def watch_also() -> Callable[[object], None]:

@@ -26,6 +26,7 @@ import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.host_calls import SeesBuiltin, Watcher, watched_calls
+from packgraph.graphs.operations import operation_of
 
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 _DRAW_OUTSIDE = "draw them with torch, or pass them in"
@@ -33,7 +34,6 @@ _PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global gen
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo/convert_frame", "_functorch",
                                                                        "_inductor"))
 _QUIET = ("torch/_inductor/", "torch/utils/data/_utils/pin_memory.py", "tqdm/_monitor.py", "event_file_writer.py")
-_KNOWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 
 @contextlib.contextmanager
@@ -131,10 +131,10 @@ class Draws(Watcher):
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`, an operation of the capture's code, with private random numbers."""
-        how = _how_it_draws(function)
-        if how is None:
+        operation = operation_of(function)
+        if operation is None or not (operation.draws or operation.moves):
             return function(*args, **kwargs)
-        if how == "generator":
+        if not operation.moves:
             drawn = _with_generator(function, args, kwargs, self._private_for)
             if drawn is not None:
                 return drawn[0](*drawn[1], **drawn[2])
@@ -299,21 +299,6 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     return None
-
-
-_DRAWING: dict[Any, str | None] = {}
-
-
-def _how_it_draws(function: Any) -> str | None:
-    """Whether an operation draws, and can be given a generator, or (`moves`) draws from the default one if at all."""
-    if not isinstance(function, torch._ops.OpOverload):  # compiled code, which comes and goes
-        return "moves"
-    if function not in _DRAWING:
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            _DRAWING[function] = "generator"
-        else:
-            _DRAWING[function] = None if function.namespace in _KNOWN_NAMESPACES else "moves"
-    return _DRAWING[function]
 
 
 def _with_generator(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],

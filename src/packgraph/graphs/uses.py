@@ -2,9 +2,9 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs.guard import PLAIN_TENSORS, CodeWatcher, shapes_only, written_tensors
+from packgraph.graphs.guard import CodeWatcher, shapes_only
+from packgraph.graphs.operations import PLAIN_TENSORS, flat, operands_of, operation_of, storages
 
 Place = tuple[int, int]  # storage and address
 
@@ -30,23 +30,23 @@ class Uses(CodeWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if shapes_only(types):
+        if types and shapes_only(types):
             return func(*args, **kwargs)
-        if any(t not in PLAIN_TENSORS for t in types):
+        if types and not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        operation = operation_of(func)
+        if operation is None:
             return func(*args, **kwargs)
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
-        if not _is_view(func):
-            self._note(self.reads, tree_leaves((args, kwargs)))
-        if func._schema.is_mutable:
-            written = written_tensors(func, args, kwargs)
+        self.draws = self.draws or operation.draws
+        operands = operands_of(args, kwargs)
+        if not operation.is_view:
+            self._note(self.reads, operands)
+        if operation.written:
+            written = operation.written_of(args, kwargs)
             self._note(self.writes, written)
             self.addresses.update(tensor.data_ptr() for tensor in written if _is_strided(tensor))
         result = func(*args, **kwargs)
-        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)}
-        self._made.update(cdata for leaf in tree_leaves(result) if _is_strided(leaf)
-                          and (cdata := leaf.untyped_storage()._cdata) not in inputs)
+        self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
         return result
 
     def _note(self, found: dict[Place, torch.Tensor], leaves: list[Any]) -> None:
@@ -56,12 +56,6 @@ class Uses(CodeWatcher):
             if (place := (cdata, leaf.data_ptr())) not in found:
                 with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
                     found[place] = leaf.detach()
-
-
-def _is_view(func: Any) -> bool:
-    """Whether an operation reads no values: its results are other views of its inputs."""
-    aliases = [result.alias_info for result in getattr(func._schema, "returns", ())]  # compiled code has none
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _is_strided(leaf: Any) -> bool:

@@ -25,16 +25,15 @@ from packgraph.graphs.backend import Result
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import (
     LEAVE_OUT,
-    PLAIN_TENSORS,
     CodeWatcher,
     HostReadGuard,
     Journal,
     refuse_unsafe,
     shapes_only,
-    written_tensors,
 )
 from packgraph.graphs.host_calls import watched_calls
 from packgraph.graphs.lanes import capturing_lanes
+from packgraph.graphs.operations import PLAIN_TENSORS, operation_of
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.lanes import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
@@ -79,20 +78,20 @@ class _Recording(CodeWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, window = kwargs or {}, self.window
-        if shapes_only(types):
+        if types and shapes_only(types):
             return func(*args, **kwargs)
-        if any(t not in PLAIN_TENSORS for t in types):
+        if types and not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            raise CaptureError(f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT)
         if func is torch.ops.aten.lift_fresh.default:  # a tensor made of numbers: each replay has one of its own
             func = torch.ops.aten.clone.default
-        refuse_unsafe(func, args, kwargs, None)
-        mutates = func._schema.is_mutable
-        for tensor in written_tensors(func, args, kwargs) if mutates else ():
+        operation = operation_of(func)
+        if operation is None:
+            raise CaptureError(f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT)
+        flat, spec = tree_flatten((args, kwargs))
+        refuse_unsafe(operation, args, kwargs, flat, None)
+        for tensor in operation.written_of(args, kwargs):
             if tensor.untyped_storage()._cdata not in window.block_of:
                 window.journal.before_write(tensor)
-        flat, spec = tree_flatten((args, kwargs))
         inputs = {t.untyped_storage()._cdata for t in flat if isinstance(t, torch.Tensor)}
         operands = [window.operand(t) if isinstance(t, torch.Tensor) else t for t in flat]
         result = window.journal.call(func, args, kwargs)
@@ -108,7 +107,7 @@ class _Recording(CodeWatcher):
             outputs.append(window.operand(out) if kinds[-1] == "new" else None)
             if kinds[-1] == "work":
                 outputs[-1] = window.transfer(dist.Work.unbox(out))
-        if mutates or "new" in kinds or "work" in kinds:
+        if operation.mutates or "new" in kinds or "work" in kinds:
             self.nodes.append(_Node(func, operands, spec, outputs, kinds, torch.is_grad_enabled()))
         window.clock += 1
         return result
