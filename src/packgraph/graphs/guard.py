@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.host_calls import Unseen
 from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages, tensors_of
 from packgraph.graphs.peak_memory import most_allocated
 from packgraph.graphs.random_state import Draws
@@ -236,25 +237,22 @@ class Watch(CodeWatcher):
         operation = operation_of(func)
         if operation is None:
             return func(*args, **kwargs)
-        operands = operands_of(args, kwargs)
-        self.begins(operation, operands)
-        if self.refuse:
-            refuse_unsafe(operation, args, kwargs, operands, self.device)
-        inputs = storages(operands)
-        written = storages(operation.written_of(args, kwargs) if operation.written else ())
-        for key, tensor in written.items():
-            if key not in self._own:
-                self.journal.before_write(tensor)
-                self.written[key] = tensor
-        for key, tensor in inputs.items():
-            if key not in self._own:
-                self.external[key] = tensor
+        with Unseen():
+            operands = operands_of(args, kwargs)
+            self.begins(operation, operands)
+            if self.refuse:
+                refuse_unsafe(operation, args, kwargs, operands, self.device)
+            inputs, written = storages(operands), storages(operation.written_of(args, kwargs))
+            for key, tensor in written.items():
+                if key not in self._own:
+                    self.journal.before_write(tensor)
+                    self.written[key] = tensor
+            self.external.update((key, t) for key, t in inputs.items() if key not in self._own)
         result = self.journal.call(func, args, kwargs)
-        results = flat((result,))
-        for key in storages(results):
-            if key not in inputs:
-                self._own.add(key)
-        self.has_run(operation, inputs.keys(), operands, written, results)
+        with Unseen():
+            results = flat((result,))
+            self._own.update(storages(results).keys() - inputs.keys())
+            self.has_run(operation, inputs.keys(), operands, written, results)
         return result
 
     def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
