@@ -96,7 +96,7 @@ class Observation:
         self._calls.append((facts, self._line()))
 
     def made(self, operation: Operation, inputs: Set[int], operands: Sequence[Any],
-             written: Iterable[int], results: Sequence[Any]) -> None:
+             written: Set[int], results: Sequence[Any]) -> None:
         """An operation has run. inputs: the storages of its operands. written: those it has written to."""
         tainted = operation.draws or not self._tainted.isdisjoint(inputs)
         if tainted:
@@ -205,8 +205,8 @@ class ObservingWatch(Watch):
         if self.forward:
             self.seen.called(operation, operands)
 
-    def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any],
-                written: Iterable[int], results: Sequence[Any]) -> None:
+    def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Set[int],
+                results: Sequence[Any]) -> None:
         """See Watch."""
         if not shapes_only(map(type, results)):
             self.seen.made(operation, inputs, operands, written, results)

@@ -105,9 +105,9 @@ class Journal:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._saved[key] = (whole, _copied(whole))
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation of the capture's code, with random numbers that nobody else gets."""
-        return func(*args, **kwargs) if self.draws is None else self.draws.call(func, args, kwargs)
+    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the capture's code that may draw, with random numbers that nobody else gets."""
+        return operation.function(*args, **kwargs) if self.draws is None else self.draws.call(operation, args, kwargs)
 
     def restore(self) -> None:
         """Put the saved contents back, unseen by autograd, and forget them."""
@@ -234,31 +234,38 @@ class Watch(CodeWatcher):
             return func(*args, **kwargs)
         if types and not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
-        operation = operation_of(func)
+        with Unseen():
+            operation = operation_of(func)
+            if operation is not None:
+                operands, inputs, written = self._before(operation, args, kwargs)
         if operation is None:
             return func(*args, **kwargs)
-        with Unseen():
-            operands = operands_of(args, kwargs)
-            self.begins(operation, operands)
-            if self.refuse:
-                refuse_unsafe(operation, args, kwargs, operands, self.device)
-            inputs, written = storages(operands), storages(operation.written_of(args, kwargs))
-            for key, tensor in written.items():
-                if key not in self._own:
-                    self.journal.before_write(tensor)
-                    self.written[key] = tensor
-            self.external.update((key, t) for key, t in inputs.items() if key not in self._own)
-        result = self.journal.call(func, args, kwargs)
+        result = self.journal.call(operation, args, kwargs) if operation.may_draw else func(*args, **kwargs)
         with Unseen():
             results = flat((result,))
-            self._own.update(storages(results).keys() - inputs.keys())
-            self.has_run(operation, inputs.keys(), operands, written, results)
+            self._own.update(storages(results).keys() - inputs)
+            self.has_run(operation, inputs, operands, written, results)
         return result
+
+    def _before(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+                ) -> tuple[list[Any], Set[int], Set[int]]:
+        """What an operation is called with, and the storages that it reads and writes."""
+        operands = operands_of(args, kwargs)
+        self.begins(operation, operands)
+        if self.refuse:
+            refuse_unsafe(operation, args, kwargs, operands, self.device)
+        inputs, written = storages(operands), storages(operation.written_of(args, kwargs))
+        for key, tensor in written.items():
+            if key not in self._own:
+                self.journal.before_write(tensor)
+                self.written[key] = tensor
+        self.external.update((key, tensor) for key, tensor in inputs.items() if key not in self._own)
+        return operands, inputs.keys(), written.keys()
 
     def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
         """Called before an operation runs."""
 
-    def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Iterable[int],
+    def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Set[int],
                 results: Sequence[Any]) -> None:
         """Called when an operation has run. inputs: the storages of its operands. written: those it has written to."""
 

@@ -26,7 +26,7 @@ class Operation(NamedTuple):
 
     written: index and name of the arguments that it changes in place. is_view: it reads no values, its results are
     other views of its inputs. waits: the host needs a result. draws: random numbers. moves: it may draw from default
-    generators, which cannot be told. maskable: a boolean mask among its indices makes it wait.
+    generators, which cannot be told. may_draw: either. maskable: a boolean mask among its indices makes it wait.
     """
 
     function: Any
@@ -38,6 +38,7 @@ class Operation(NamedTuple):
     waits: bool
     draws: bool
     moves: bool
+    may_draw: bool
     maskable: bool
     resizes: bool
     takes_generator: bool
@@ -69,12 +70,12 @@ def _facts(function: Any) -> Operation:
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     aliases = [result.alias_info for result in getattr(schema, "returns", ())]  # compiled code has none
     draws = torch.Tag.nondeterministic_seeded in tags
+    moves = not overload or (not draws and function.namespace not in _KNOWN_NAMESPACES)
     return Operation(
         function, function.overloadpacket.__name__, str(function), schema.is_mutable,
         tuple((index, schema.arguments[index].name) for index, is_written in enumerate(writes) if is_written),
         bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
-        waits=not DATA_DEPENDENT.isdisjoint(tags), draws=draws,
-        moves=not overload or (not draws and function.namespace not in _KNOWN_NAMESPACES),
+        waits=not DATA_DEPENDENT.isdisjoint(tags), draws=draws, moves=moves, may_draw=draws or moves,
         maskable=overload and function in _MASKABLE, resizes=overload and function in _RESIZING,
         takes_generator=not overload or "Generator" in str(schema))
 

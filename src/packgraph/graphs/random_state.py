@@ -17,6 +17,7 @@ import contextlib
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, MethodType
@@ -26,7 +27,7 @@ import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.host_calls import SeesBuiltin, Watcher, watched_calls
-from packgraph.graphs.operations import operation_of
+from packgraph.graphs.operations import Operation
 
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 _DRAW_OUTSIDE = "draw them with torch, or pass them in"
@@ -61,14 +62,16 @@ class _State:
         """The capture itself has moved the generator."""
         self._expected = self._read()
 
-    def undo(self, alone: bool) -> None:
-        """Take back what was drawn. alone: there is nobody else."""
+    def is_moved(self, alone: bool) -> bool:
+        """Whether there is something to take back, which nobody else has drawn from. alone: there is nobody else."""
         if alone:
-            moved = not self._same(self._first, self._read())
-        else:  # what the capture has not moved is never written: somebody may draw between a look and a write
-            moved = not self._same(self._first, self._expected) and self.look() and not self.others
-        if moved:
-            self._write(self._first)
+            return not self._same(self._first, self._read())
+        # What the capture has not moved is never written: somebody may draw between a look and a write.
+        return not self._same(self._first, self._expected) and self.look() and not self.others
+
+    def undo(self) -> None:
+        """Take back what was drawn."""
+        self._write(self._first)
 
 
 def _torch_state(generator: torch.Generator) -> _State:
@@ -129,17 +132,14 @@ class Draws(Watcher):
 
     # ---- operations
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`function(*args, **kwargs)`, an operation of the capture's code, with private random numbers."""
-        operation = operation_of(function)
-        if operation is None or not (operation.draws or operation.moves):
-            return function(*args, **kwargs)
+    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the capture's code that may draw, with private random numbers."""
         if not operation.moves:
-            drawn = _with_generator(function, args, kwargs, self._private_for)
+            drawn = _with_generator(operation.function, args, kwargs, self._private_for)
             if drawn is not None:
                 return drawn[0](*drawn[1], **drawn[2])
         with self._moving(self._torch):
-            return function(*args, **kwargs)
+            return operation.function(*args, **kwargs)
 
     def _private_for(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
         """The capture's own copy of a generator, the default one of the device if None; None if there is none."""
@@ -191,9 +191,13 @@ class Draws(Watcher):
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
         alone = self._alone and _alone()
-        for state in (*self._torch, self._python, self._numpy):
-            if state is not None:
-                state.undo(alone)
+        states = [state for state in (*self._torch, self._python, self._numpy) if state is not None]
+        moved = [state for state in states if state.is_moved(alone)]
+        if moved and not alone:  # whoever draws again and again has to show: a quick capture may have left him no time
+            time.sleep(2 * sys.getswitchinterval())
+            moved = [state for state in moved if state.is_moved(alone)]
+        for state in moved:
+            state.undo()
 
     def _any_seed(self, frame: FrameType, function: Any, done: bool) -> None:
         if isinstance(function.__self__, torch.Generator):

@@ -1,10 +1,12 @@
 """What a captured graph uses of the world outside its capture."""
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from packgraph.graphs.guard import CodeWatcher, shapes_only
-from packgraph.graphs.operations import PLAIN_TENSORS, flat, operands_of, operation_of, storages
+from packgraph.graphs.host_calls import Unseen
+from packgraph.graphs.operations import PLAIN_TENSORS, flat, operands_of, operation_of, storages, tensors_of
 
 Place = tuple[int, int]  # storage and address
 
@@ -37,26 +39,24 @@ class Uses(CodeWatcher):
         operation = operation_of(func)
         if operation is None:
             return func(*args, **kwargs)
-        self.draws = self.draws or operation.draws
-        operands = operands_of(args, kwargs)
-        if not operation.is_view:
-            self._note(self.reads, operands)
-        if operation.written:
-            written = operation.written_of(args, kwargs)
-            self._note(self.writes, written)
-            self.addresses.update(tensor.data_ptr() for tensor in written if _is_strided(tensor))
+        with Unseen():
+            self.draws = self.draws or operation.draws
+            operands = operands_of(args, kwargs)
+            if not operation.is_view:
+                self._note(self.reads, operands)
+            if operation.written:
+                written = operation.written_of(args, kwargs)
+                self._note(self.writes, written)
+                self.addresses.update(tensor.data_ptr() for tensor in written if tensor.layout is torch.strided)
         result = func(*args, **kwargs)
-        self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
+        with Unseen():
+            self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
         return result
 
-    def _note(self, found: dict[Place, torch.Tensor], leaves: list[Any]) -> None:
-        for leaf in leaves:
-            if not _is_strided(leaf) or (cdata := leaf.untyped_storage()._cdata) in self._made:
+    def _note(self, found: dict[Place, torch.Tensor], values: Sequence[Any]) -> None:
+        for tensor in tensors_of(values):
+            if tensor.layout is not torch.strided or (cdata := tensor.untyped_storage()._cdata) in self._made:
                 continue
-            if (place := (cdata, leaf.data_ptr())) not in found:
+            if (place := (cdata, tensor.data_ptr())) not in found:
                 with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
-                    found[place] = leaf.detach()
-
-
-def _is_strided(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+                    found[place] = tensor.detach()
