@@ -12,8 +12,8 @@ from packgraph.graphs.effects import HostEffects
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.guard import refuse_unsafe
-from packgraph.graphs.operations import operation_of
 from packgraph.graphs.module_state import ModuleState
+from packgraph.graphs.operations import operation_of
 
 # ---- facts that change after the capture
 

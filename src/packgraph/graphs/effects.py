@@ -191,8 +191,18 @@ class ObservedProgram(Program):
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         """The first state."""
         self._given = _numbers((args, kwargs))
-        with self._effects.allowed():
+        with self._allowed():
             return super().begin(args, kwargs)
+
+    @contextlib.contextmanager
+    def _allowed(self) -> Iterator[None]:
+        """The module's own code for the ends of a call runs in the block, if it has any."""
+        if self.staged:
+            with self._effects.allowed():
+                yield
+        else:
+            self._effects.check(parameters_too=False)
+            yield
 
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
@@ -203,7 +213,7 @@ class ObservedProgram(Program):
 
     def end(self, state: State) -> Any:
         """The call's outputs. Raises CaptureError for a number that captured code has made."""
-        with self._effects.allowed():
+        with self._allowed():
             result = super().end(state)
         if all(run.captured for run in self.runs):
             frozen = _numbers(state)

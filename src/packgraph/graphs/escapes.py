@@ -139,10 +139,9 @@ class Observation:
         left = self._left()
         if not left:
             return
-        held = [(made, holder) for made in left[-_MOST_SHOWN:] if (holder := _holder(made.tensor()))]
         named = [made for made in left if isinstance(made.line, _Line)]
         alive = [made for made in named if made.tensor() is not None]
-        first, holder = held[0] if held else ((alive or named or left)[-1], "")
+        first, holder = _first_held(left[-_MOST_SHOWN:]) or ((alive or named or left)[-1], "")
         raise CaptureError(f"a tensor of shape {list(first.shape)} leaves forward other than through its outputs"
                            f"{holder}: a replay would not put it there again", str(first.line), _RETURN)
 
@@ -252,15 +251,18 @@ def _difference(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
            "always do the same"
 
 
+def _first_held(left: Sequence[_Made]) -> tuple[_Made, str] | None:
+    """The first tensor of which it can be told who holds it, and `, into ...`."""
+    alive = {id(tensor): made for made in left if (tensor := made.tensor()) is not None}
+    globals_ = {id(value): f", into the global {name!r} of {module.__name__}"
+                for module in list(sys.modules.values()) if alive and isinstance(module, ModuleType)
+                for name, value in list(vars(module).items()) if id(value) in alive}
+    held = ((made, globals_.get(key) or _holder(made.tensor())) for key, made in alive.items())
+    return next(((made, holder) for made, holder in held if holder), None)
+
+
 def _holder(tensor: torch.Tensor | None) -> str:
-    """`, into ...` if it can be told who holds `tensor`, otherwise empty: frozen objects are not looked through."""
-    if tensor is None:
-        return ""
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                if value is tensor:
-                    return f", into the global {name!r} of {module.__name__}"
+    """`, into ...` if it can be told what holds `tensor`, otherwise empty: frozen objects are not looked through."""
     for holder in gc.get_referrers(tensor):
         if isinstance(holder, dict):
             names = [name for name, value in holder.items() if value is tensor]

@@ -273,7 +273,8 @@ class Watch(CodeWatcher):
 def refuse_unsafe(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any],
                   device: str | None) -> None:
     """Raise CaptureError when an operation does what a graph cannot: wait for the device, change a storage's size, make
-    a sparse tensor, or draw from a random generator that replays would not advance.
+    a sparse tensor, draw from a random generator that replays would not advance, or compute otherwise than eager
+    calls.
     """
     name, tensors = operation.name, tensors_of(operands)
     sparse = name in _SPARSE
@@ -283,6 +284,9 @@ def refuse_unsafe(operation: Operation, args: tuple[Any, ...], kwargs: dict[str,
         raise CaptureError(f"a sparse tensor ({name}) inside a captured stage: its size depends on data", user_line(),
                            "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT)
     _refuse_random(operation, operands, tensors, kwargs.get("device"), device)
+    if operation.is_product and args[0].requires_grad and torch.is_grad_enabled():
+        raise CaptureError("the backward of torch.prod looks for zeros on the host, and computes otherwise inside of a "
+                           "capture", user_line(), "multiply slices of the tensor instead. " + LEAVE_OUT)
     if operation.resizes:
         raise CaptureError(f"{name} changes a tensor's storage inside a captured stage", user_line(), LEAVE_OUT)
     if device is not None and not any(t.device.type == device for t in tensors):

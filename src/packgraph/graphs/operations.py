@@ -13,6 +13,11 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKABLE = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_PRODUCTS = {aten.prod.default, aten.prod.dim_int}
+# Running averages are written to, in training at least, and no argument is marked so.
+_UNDECLARED = {operation.default for operation in (
+    aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
+    aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts)}
 _RESIZING = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
 # Namespaces whose operations draw only if they are tagged so.
 _KNOWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -24,7 +29,8 @@ _LEAVES = {*PLAIN_TENSORS, *PLAIN_VALUES, float, complex, torch.Generator}
 class Operation(NamedTuple):
     """Facts about `function`, an operation of torch or compiled code that presents itself as one.
 
-    written: index and name of the arguments that it changes in place. is_view: it reads no values, its results are
+    written: index and name of the arguments that it changes in place by its schema. undeclared: it changes running
+    averages, too. is_view: it reads no values, its results are
     other views of its inputs. waits: the host needs a result. draws: random numbers. moves: it may draw from default
     generators, which cannot be told. may_draw: either. maskable: a boolean mask among its indices makes it wait.
     """
@@ -34,6 +40,7 @@ class Operation(NamedTuple):
     shown: str
     mutates: bool
     written: tuple[tuple[int, str], ...]
+    undeclared: bool
     is_view: bool
     waits: bool
     draws: bool
@@ -41,12 +48,24 @@ class Operation(NamedTuple):
     may_draw: bool
     maskable: bool
     resizes: bool
+    is_product: bool
     takes_generator: bool
 
     def written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors among the arguments that a call changes in place."""
+        if self.undeclared:
+            return self.uncounted_of(args, kwargs)
         values = [args[index] if index < len(args) else kwargs.get(name) for index, name in self.written]
-        return tensors_of(flat(values)) if values else values
+        return tensors_of(flat(values)) if values else []
+
+    def uncounted_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Those that a call changes though the schema does not say so: their versions do not count that."""
+        if not self.undeclared:
+            return []
+        arguments = self.function._schema.arguments
+        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        means = [given.get("running_mean"), given.get("running_var")] if given.get("training", True) else []
+        return [tensor for tensor in means if tensor is not None]
 
 
 _OPERATIONS: dict[int, Operation] = {}  # by identity: torch hashes operations in Python
@@ -74,9 +93,11 @@ def _facts(function: Any) -> Operation:
     return Operation(
         function, function.overloadpacket.__name__, str(function), schema.is_mutable,
         tuple((index, schema.arguments[index].name) for index, is_written in enumerate(writes) if is_written),
+        overload and function in _UNDECLARED,
         bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
         waits=not DATA_DEPENDENT.isdisjoint(tags), draws=draws, moves=moves, may_draw=draws or moves,
         maskable=overload and function in _MASKABLE, resizes=overload and function in _RESIZING,
+        is_product=overload and function in _PRODUCTS,
         takes_generator=not overload or "Generator" in str(schema))
 
 

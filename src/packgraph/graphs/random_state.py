@@ -34,6 +34,7 @@ _DRAW_OUTSIDE = "draw them with torch, or pass them in"
 _PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo/convert_frame", "_functorch",
                                                                        "_inductor"))
+_PATIENCE = 0.03  # seconds, in which a thread that waits for the interpreter gets it
 _QUIET = ("torch/_inductor/", "torch/utils/data/_utils/pin_memory.py", "tqdm/_monitor.py", "event_file_writer.py")
 
 
@@ -194,7 +195,7 @@ class Draws(Watcher):
         states = [state for state in (*self._torch, self._python, self._numpy) if state is not None]
         moved = [state for state in states if state.is_moved(alone)]
         if moved and not alone:  # whoever draws again and again has to show: a quick capture may have left him no time
-            time.sleep(2 * sys.getswitchinterval())
+            time.sleep(_PATIENCE)
             moved = [state for state in moved if state.is_moved(alone)]
         for state in moved:
             state.undo()

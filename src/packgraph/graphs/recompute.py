@@ -32,7 +32,9 @@ def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None]
     """
     _check(region, versions)
     leaves: dict[Token, torch.Tensor] = {}
-    with _unwritten(region.context.writes), _as_they_were(region.context.generators, random_states):
+    # Code that torch does not see the operations of may write to what it reads.
+    written = [tensor for tensor in region.context.reads if not isinstance(tensor, torch.nn.Parameter)]
+    with _unwritten([*region.context.writes, *written]), _as_they_were(region.context.generators, random_states):
         with torch.enable_grad(), region.context.calls:
             made = _outputs(region, region.context.run(_state(region, leaves)))
         if region.context.writes:

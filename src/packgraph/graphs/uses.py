@@ -17,6 +17,7 @@ class Uses(CodeWatcher):
     Attributes:
         reads: Tensors from outside that operations read or write, without their autograd graph, by storage and address.
         writes: Those that operations write to.
+        uncounted: The places of those whose versions do not count that.
         addresses: Where all that is written begins.
         draws: Whether an operation draws random numbers.
     """
@@ -27,6 +28,7 @@ class Uses(CodeWatcher):
         self._made = made
         self.reads: dict[Place, torch.Tensor] = {}
         self.writes: dict[Place, torch.Tensor] = {}
+        self.uncounted: set[Place] = set()
         self.addresses: set[int] = set()
         self.draws = False
 
@@ -44,9 +46,10 @@ class Uses(CodeWatcher):
             operands = operands_of(args, kwargs)
             if not operation.is_view:
                 self._note(self.reads, operands)
-            if operation.written:
-                written = operation.written_of(args, kwargs)
+            if written := operation.written_of(args, kwargs):
                 self._note(self.writes, written)
+                self.uncounted.update((tensor.untyped_storage()._cdata, tensor.data_ptr())
+                                      for tensor in operation.uncounted_of(args, kwargs))
                 self.addresses.update(tensor.data_ptr() for tensor in written if tensor.layout is torch.strided)
         result = func(*args, **kwargs)
         with Unseen():
@@ -57,6 +60,9 @@ class Uses(CodeWatcher):
         for tensor in tensors_of(values):
             if tensor.layout is not torch.strided or (cdata := tensor.untyped_storage()._cdata) in self._made:
                 continue
-            if (place := (cdata, tensor.data_ptr())) not in found:
+            if (place := (cdata, tensor.data_ptr())) in found:
+                continue
+            found[place] = tensor
+            if tensor.requires_grad:  # below autograd, so that it has a version of its own; parameters stand for those
                 with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
                     found[place] = tensor.detach()
