@@ -15,7 +15,7 @@ import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.guard import LEAVE_OUT, FunctionWatcher
-from packgraph.graphs.host_calls import SeesBuiltin, Watcher, unwatched_calls, watched_calls
+from packgraph.graphs.host_calls import SeesBuiltin, Unseen, Watcher, watched_calls
 from packgraph.graphs.parameters import local_tensor
 
 _HOOK = "a replay would not register it", \
@@ -84,9 +84,8 @@ def only_forward(outside: Iterable[torch.Tensor], where: str, assigned: Callable
         _compare(tensor, old, new, where)
 
 
-@unwatched_calls()
 def _facts_of(tensors: Iterable[torch.Tensor]) -> list[_Facts]:
-    with torch._C.DisableTorchFunction():  # what is looked at here is nobody's call
+    with Unseen(), torch._C.DisableTorchFunction():  # what is looked at here is nobody's call
         return [_Facts.of(tensor) for tensor in tensors]
 
 

@@ -31,7 +31,7 @@ from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
-from packgraph.graphs.host_calls import unwatched, watch_also
+from packgraph.graphs.host_calls import Unseen, unwatched, watch_also
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
@@ -219,6 +219,7 @@ class _Run:
         self.read: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
         self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
+        self.walked: set[Any] = set()  # nodes of autograd's graph whose leaves were looked at
         self.ends: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # of backwards to come, and their inputs
         self.whole = all(run.captured for run in program.runs)
         self._state: ModuleState | None = None  # with aliases for parameters
@@ -237,6 +238,7 @@ class _Run:
             if self.whole:
                 leaves = tree_leaves(result)
                 self.ends = [([leaves[number] for number in self.gradients.expected(leaves)], inputs)]
+            self.walked.clear()
             while self.ends:
                 self._backward(*self.ends.pop())
         return Rehearsal([tensor.detach() for tensor in self.read.values()],
@@ -259,7 +261,9 @@ class _Run:
             result = self.program.run(run, shown)
             refuse_changed_inputs(versions, given, self.program.describe(run))
         self.seen.returned(result)
-        for leaf in leaves_behind(tree_leaves(result)):
+        with Unseen():
+            leaves = leaves_behind(tree_leaves(result), self.walked)
+        for leaf in leaves:
             if id(leaf) not in self.known and not self.seen.has_made(leaf):
                 raise CaptureError(
                     f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient "

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import LEAVE_OUT
-from packgraph.graphs.host_calls import unwatched_calls
+from packgraph.graphs.host_calls import Unseen
 from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.program import Program
 from packgraph.graphs.random_state import Draws
@@ -84,7 +84,6 @@ class HostEffects:
         self.assigned: set[Mark] = set() if assigned is None else assigned
         self._state = ModuleState(module)  # what eager code may change beside the module's own attributes
 
-    @unwatched_calls()
     def begin(self, generators: Sequence[torch.Generator]) -> None:
         """Remember everything. generators: those that captured code may draw from."""
         self._before = self._latest = _Looked(self.module)
@@ -94,7 +93,6 @@ class HostEffects:
         """The buffers of the module, and of modules that it holds without having them registered."""
         return [buffer for owner in self._state.owners for buffer in owner._buffers.values() if buffer is not None]
 
-    @unwatched_calls()
     def undo(self) -> None:
         """Put back what Python code has changed."""
         if not self._before.is_same():
@@ -102,16 +100,16 @@ class HostEffects:
                 content.restore()
         self.draws.undo()
 
-    @unwatched_calls()
     def check(self, parameters_too: bool = True) -> None:
         """Raise CaptureError when captured code has changed something that a replay would not change.
 
         parameters_too: False while aliases stand in for the parameters.
         """
-        expected = [] if self._latest.is_same(parameters_too=False) else self._latest.others
-        if parameters_too:
-            expected = expected + self._before.parameters
-        changes = [(content, names) for content in expected if (names := content.changed())]
+        with Unseen():
+            expected = [] if self._latest.is_same(parameters_too=False) else self._latest.others
+            if parameters_too:
+                expected = expected + self._before.parameters
+            changes = [(content, names) for content in expected if (names := content.changed())]
         self.assigned.update((id(content.owner), name) for content, names in changes for name in names)
         if changes:
             content, names = changes[0]
@@ -123,14 +121,14 @@ class HostEffects:
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
-        with unwatched_calls():
+        with Unseen():
             self.check(parameters_too=False)
             if not self._latest.is_same():
                 self._latest = _Looked(self.module)
             self._state.moved()
         with self.draws.allowed():
             yield
-        with unwatched_calls():
+        with Unseen():
             self.volatile |= self._state.moved()
             if not self._latest.is_same():
                 for content in [*self._latest.others, *self._latest.parameters]:

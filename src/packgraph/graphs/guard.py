@@ -32,7 +32,7 @@ def shapes_only(types: Iterable[type]) -> bool:
 
     DTensor runs an operation that is new to it on fake tensors once, to learn the shape of the result.
     """
-    for kind in types:  # no generator: this is asked twice for every operation
+    for kind in types:  # noqa: SIM110  # no generator: this is asked twice for every operation
         if kind not in PLAIN_TENSORS and issubclass(kind, FakeTensor):
             return True
     return False

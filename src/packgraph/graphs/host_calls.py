@@ -103,23 +103,21 @@ def watched_calls(watcher: Watcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwatched_calls() -> Iterator[None]:
-    """Within the block, or the function that it decorates, this thread's calls are not looked at: a frame that is seen
-    may keep tensors for longer, and what the machinery does takes several times as long. A profiler that captured code
-    has begun stays."""
+    """Within the block this thread's calls are not looked at: a frame that is seen may keep tensors for longer."""
     hook = _THREAD.hook
-    looking = hook is not None and sys.getprofile() is hook.see
-    if looking:
+    if hook is not None:
         sys.setprofile(None)
     try:
         yield
     finally:
-        if looking:
-            sys.setprofile(hook.see)  # type: ignore[union-attr]
+        if hook is not None:
+            sys.setprofile(hook.see)
 
 
 class Unseen:
-    """As `unwatched_calls`, for the block of a watcher that runs at every operation. From Python 3.12 on the profile
-    function is left alone: to take it off and put it back costs more there than it does."""
+    """Within a block of the machinery, which watches nothing, this thread's calls are not looked at: to save time. A
+    profiler that captured code has begun stays, and is found. From Python 3.12 on all are looked at: to take the
+    profile function off and put it back costs more there than the function does."""
 
     __slots__ = ("_see",)
 

@@ -55,8 +55,8 @@ class _Operand(NamedTuple):
 class _Node(NamedTuple):
     """One recorded operation.
 
-    called_with: None for a step of the host. kinds: per output `new` (copy into its block), `work` (a transfer, its number
-    stands in outputs) or empty.
+    called_with: None for a step of the host. kinds: per output `new` (copy into its block), `work` (a transfer, its
+    number stands in outputs) or empty.
     """
 
     function: Any
