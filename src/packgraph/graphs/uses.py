@@ -18,6 +18,7 @@ class Uses(CodeWatcher):
         reads: Tensors from outside that operations read or write, without their autograd graph, by storage and address.
         writes: Those that operations write to.
         uncounted: The places of those whose versions do not count that.
+        storages: Of all that operations read or write, the window's own among them.
         addresses: Where all that is written begins.
         draws: Whether an operation draws random numbers.
     """
@@ -29,6 +30,7 @@ class Uses(CodeWatcher):
         self.reads: dict[Place, torch.Tensor] = {}
         self.writes: dict[Place, torch.Tensor] = {}
         self.uncounted: set[Place] = set()
+        self.storages: set[int] = set()
         self.addresses: set[int] = set()
         self.draws = False
 
@@ -45,6 +47,7 @@ class Uses(CodeWatcher):
             self.draws = self.draws or operation.draws
             operands = operands_of(args, kwargs)
             if not operation.is_view:
+                self.storages.update(storages(operands))
                 self._note(self.reads, operands)
             if written := operation.written_of(args, kwargs):
                 self._note(self.writes, written)
