@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from corpus.entry import WEIGHT_TWICE, WIDTH, Draw, Entry, one, scalar, trained
+from corpus.entry import LOSS_IN_A_THREAD, WEIGHT_TWICE, WIDTH, Draw, Entry, one, scalar, trained
 from corpus.facts import ANY_ERROR, Verdict
 from corpus.loops import check
 from torch import Tensor, nn
@@ -516,6 +516,8 @@ def entry_of(program: Program) -> Entry:
         current["loop"](model, draw, done)
 
     documented = WEIGHT_TWICE if "self.weight" in program.returned else ""
+    if any("in_thread" in line for line in program.loop):
+        documented = LOSS_IN_A_THREAD
     return Entry(f"program {program.seed}", "programs", make, one, drive=drive, documented=documented)
 
 

@@ -596,3 +596,45 @@ def test_writing_to_an_output_that_the_backward_reads_is_an_error(which):
                 act(model)
     if which:
         assert_same(gradients(eager), gradients(graphed))
+
+
+def test_hooks_of_parameters_that_get_no_gradient_are_not_called():
+    eager, graphed = twins(warmup=1)
+    seen = {}
+
+    def note(gradient, key):
+        seen.setdefault(key, []).append(gradient.clone())
+        return gradient * 2
+
+    for label, model in (("eager", eager), ("graphs", graphed)):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda g, key=(label, name): note(g, key))
+
+    def act(model, number):
+        first, second = model(sample(number))
+        (second if number % 2 else first).nansum().backward()
+        return []
+
+    run_both(eager, graphed, act)
+    for (label, name), gradients in list(seen.items()):
+        other = seen["graphs" if label == "eager" else "eager", name]
+        assert len(gradients) == len(other), name
+        assert all(torch.equal(a.nan_to_num(7.7), b.nan_to_num(7.7)) for a, b in zip(gradients, other, strict=True))
+
+
+@pytest.mark.parametrize("used_first", [True, False])
+def test_a_hook_is_called_where_one_of_two_calls_gives_a_gradient(used_first):
+    eager, graphed = twins(warmup=1)
+    seen = {"eager": [], "graphs": []}
+    for label, model in (("eager", eager), ("graphs", graphed)):
+        model.get_parameter("second.weight").register_hook(lambda g, label=label: seen[label].append(g.clone()))
+
+    def act(model, number):
+        calls = [model(sample(10 * number + n)) for n in range(2)]
+        (calls[0][0 if used_first else 1].nansum() + calls[1][1 if used_first else 0].nansum()).backward()
+        return []
+
+    run_both(eager, graphed, act)
+    assert len(seen["graphs"]) == len(seen["eager"]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))

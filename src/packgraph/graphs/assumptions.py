@@ -47,6 +47,10 @@ DIFFERENCES = (
     Difference("several calls of one module under one `torch.autocast` block that meet in one backward",
                "eager calls share the cast weights, so their gradients are summed in the lower precision; graphs cast "
                "for themselves and sum in the parameter's precision, which is more exact (0.3 % measured)"),
+    Difference("a loss that another thread than the forward's computes from an output that other outputs were computed "
+               "from",
+               "autograd sums by numbers that every thread counts for itself, so even eager's order of sums is another "
+               "one than in a single thread; a graph keeps that of a single thread"),
     Difference("arguments that are slices with gaps in memory, expanded, or begin within a tensor at no multiple of 64 "
                "bytes",
                "they are copied row-major into aligned static memory, and kernels choose by layout and alignment"),

@@ -19,6 +19,7 @@ from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.entries import Made, Passed
 from packgraph.graphs.gradients import GradientBuffer
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
+from packgraph.graphs.parameter_hooks import expect_visits
 from packgraph.plan.stages import State
 
 Token = tuple[Any, ...]
@@ -263,15 +264,17 @@ class _AllParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, delivered: dict[int, list[torch.Tensor | None]], *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.delivered, ctx.count = delivered, len(parameters)
+        ctx.delivered, ctx.parameters = delivered, parameters
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, signal: torch.Tensor | None) -> Any:
-        if signal is None:
-            return (None,) * (1 + ctx.count)
-        return (None, *ctx.delivered.pop(torch._C._current_graph_task_id()))
+        gradients: Sequence[torch.Tensor | None] = [None] * len(ctx.parameters)
+        if signal is not None:
+            gradients = ctx.delivered.pop(torch._C._current_graph_task_id())
+        expect_visits(ctx.next_functions, ctx.parameters, gradients)
+        return (None, *gradients)
 
 
 def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:

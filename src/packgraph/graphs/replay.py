@@ -18,6 +18,7 @@ from packgraph.graphs.autograd_walk import is_seen
 from packgraph.graphs.entries import make_entry
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.output_gradients import pattern_of
+from packgraph.graphs.parameter_hooks import are_expected, expect_visits
 from packgraph.graphs.parameters import are_quiet, has_hooks
 from packgraph.graphs.recompute import recompute_gradients
 from packgraph.graphs.region import Backward, Homes, Inner, Region, Version
@@ -101,7 +102,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         region, ticket = ctx.region, ctx.ticket
         inputs = sum(entry.differentiable for entry in region.inputs)
+        returned = ctx.next_functions[len(ctx.next_functions) - len(region.returned):]
         if all(gradient is None for gradient in gradients):
+            expect_visits(returned, region.returned, [None] * len(returned))
             return (None,) * (6 + inputs + len(region.returned))
         _refuse_second_derivatives(region)
         _refuse_hooks_inside(region, ctx.inner)
@@ -118,6 +121,7 @@ class _Replay(torch.autograd.Function):
                 region.context.gradients.learn(region.number, list(region.backwards), pattern)
         with ticket.slots.launches:
             ticket.finish_backward(region.number)
+        expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
 
 
@@ -127,10 +131,11 @@ def _replay_backward(region: Region, backward: Backward, gradients: Gradients, t
     # What is wanted by itself: of some tensors only, to be seen by a hook, or to be added beside other threads.
     shared = ticket.slots.launches.shared or not region.parameters.is_whole()
     asked: list[GradientBuffer] = []
-    if shared or not are_quiet([buffer.parameter for buffer in backward.owned]):
+    owned = [buffer.parameter for buffer in backward.owned]
+    if shared or are_expected(owned) or not are_quiet(owned):
         # One that was frozen since its forward gets none, which autograd knows.
-        asked = [buffer for buffer in backward.owned
-                 if shared or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)]
+        asked = [buffer for buffer in backward.owned if shared or not buffer.parameter.requires_grad
+                 or has_hooks(buffer.parameter) or are_expected([buffer.parameter])]
     added = backward.owned
     if asked:
         apart = set(map(id, asked))
