@@ -13,6 +13,7 @@ from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.guard import refuse_unsafe
 from packgraph.graphs.module_state import ModuleState
+from packgraph.graphs.operations import operation_of
 
 # ---- facts that change after the capture
 
@@ -305,6 +306,8 @@ def test_a_generator_from_elsewhere_is_refused_at_the_users_line():
 
 
 def test_random_numbers_of_the_host_are_refused_on_a_device():
+    rand = operation_of(torch.ops.aten.rand.default)
+    assert rand is not None
     with pytest.raises(CaptureError, match="drawn on the cpu inside a captured stage on cuda"):
-        refuse_unsafe(torch.ops.aten.rand.default, ([4],), {}, "cuda")
-    refuse_unsafe(torch.ops.aten.rand.default, ([4],), {"device": torch.device("cuda")}, "cuda")
+        refuse_unsafe(rand, ([4],), {}, [4], "cuda")
+    refuse_unsafe(rand, ([4],), {"device": torch.device("cuda")}, [4], "cuda")

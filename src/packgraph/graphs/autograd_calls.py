@@ -15,7 +15,7 @@ import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.guard import LEAVE_OUT, FunctionWatcher
-from packgraph.graphs.host_calls import SeesBuiltin, Watcher, watched_calls
+from packgraph.graphs.host_calls import SeesBuiltin, Unseen, Watcher, watched_calls
 from packgraph.graphs.parameters import local_tensor
 
 _HOOK = "a replay would not register it", \
@@ -58,6 +58,7 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_Facts":
+        """Those of `tensor`."""
         local = local_tensor(tensor)
         pointer = local.data_ptr() if local.layout is torch.strided else 0
         strides = tuple(local.stride()) if local.layout is torch.strided else ()
@@ -76,11 +77,16 @@ def only_forward(outside: Iterable[torch.Tensor], where: str, assigned: Callable
     of a tensor whose memory is replaced.
     """
     tensors = {id(tensor): tensor for tensor in outside}
-    before = {key: _Facts.of(tensor) for key, tensor in tensors.items()}
+    before = _facts_of(tensors.values())
     with _ForwardCalls(tensors, assigned), watched_calls(_Builtins()):
         yield
-    for key, tensor in tensors.items():
-        _compare(tensor, before[key], _Facts.of(tensor), where)
+    for tensor, old, new in zip(tensors.values(), before, _facts_of(tensors.values()), strict=True):
+        _compare(tensor, old, new, where)
+
+
+def _facts_of(tensors: Iterable[torch.Tensor]) -> list[_Facts]:
+    with Unseen(), torch._C.DisableTorchFunction():  # what is looked at here is nobody's call
+        return [_Facts.of(tensor) for tensor in tensors]
 
 
 def _compare(tensor: torch.Tensor, old: _Facts, new: _Facts, where: str) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 import torch
 
 
-def leaves_behind(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """The leaf tensors that need a gradient and that `tensors` were computed from, each once, in walking order."""
+def leaves_behind(tensors: Iterable[Any], walked: set[Any] | None = None) -> list[torch.Tensor]:
+    """The leaf tensors that need a gradient and that `tensors` were computed from, each once, in walking order.
+
+    walked: nodes to leave out, with what is behind them; those that are walked over are added.
+    """
     wanted = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
     found = {id(tensor): tensor for tensor in wanted if tensor.grad_fn is None}
-    for node in _nodes_behind(wanted):
+    for node in _nodes_behind(wanted, walked):
         if _is_leaf(node):
             found[id(node.variable)] = node.variable
     return list(found.values())
@@ -41,9 +44,9 @@ def is_seen(tensor: torch.Tensor, own: int = 0) -> bool:
     return tensor.retains_grad or len(tensor._backward_hooks or ()) > own
 
 
-def _nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Every node of the autograd graph behind `tensors`, once."""
-    seen: set[Any] = set()
+def _nodes_behind(tensors: Iterable[torch.Tensor], walked: set[Any] | None = None) -> Iterator[Any]:
+    """Every node of the autograd graph behind `tensors`, once. walked: see `leaves_behind`."""
+    seen: set[Any] = set() if walked is None else walked
     stack: list[Any] = [tensor.grad_fn for tensor in tensors]
     while stack:
         node = stack.pop()

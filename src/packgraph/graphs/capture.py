@@ -31,7 +31,7 @@ from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
-from packgraph.graphs.host_calls import unwatched, watch_also
+from packgraph.graphs.host_calls import Unseen, unwatched, watch_also
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
@@ -132,11 +132,11 @@ def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
     Raises CaptureError at the line of what a capture could not hold, or a replay would not do, while that is still
     harmless: operations, tensors that leave other than through the outputs, numbers that differ between the runs.
     """
-    around, state = Remembered(program.module), ModuleState(program.module)
+    around = Remembered(program.module)
     try:
         return _compared(program, backend, gradients, args, kwargs)
     except CaptureError:
-        program.assigned |= state.moved()  # eager calls do that too: no reason to try again
+        program.assigned |= around.moved()  # eager calls do that too: no reason to try again
         around.restore()
         raise
 
@@ -145,8 +145,12 @@ def _compared(program: Program, backend: Backend, gradients: KeyGradients,
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less."""
     seen, steps = Observation(Constants(), is_first=True), list[Any]()
-    with backend.watching_host(steps.append):
-        _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
+
+    def watched_run(run: Callable[[], None]) -> None:
+        with backend.watching_host(steps.append):
+            backend.warm_up(run)
+
+    _once(program, backend, gradients, args, kwargs, watched_run, seen)
     seen.check_gone()
     for _ in range(2):
         before, seen = seen, Observation(Constants())
@@ -215,8 +219,10 @@ class _Run:
         self.read: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
         self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
+        self.walked: set[Any] = set()  # nodes of autograd's graph whose leaves were looked at
         self.ends: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # of backwards to come, and their inputs
         self.whole = all(run.captured for run in program.runs)
+        self._state: ModuleState | None = None  # with aliases for parameters
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
         state = detached_state(self.program.begin(args, kwargs), numbers_of_tensors(args, kwargs))
@@ -232,6 +238,7 @@ class _Run:
             if self.whole:
                 leaves = tree_leaves(result)
                 self.ends = [([leaves[number] for number in self.gradients.expected(leaves)], inputs)]
+            self.walked.clear()
             while self.ends:
                 self._backward(*self.ends.pop())
         return Rehearsal([tensor.detach() for tensor in self.read.values()],
@@ -254,7 +261,9 @@ class _Run:
             result = self.program.run(run, shown)
             refuse_changed_inputs(versions, given, self.program.describe(run))
         self.seen.returned(result)
-        for leaf in leaves_behind(tree_leaves(result)):
+        with Unseen():
+            leaves = leaves_behind(tree_leaves(result), self.walked)
+        for leaf in leaves:
             if id(leaf) not in self.known and not self.seen.has_made(leaf):
                 raise CaptureError(
                     f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient "
@@ -303,11 +312,14 @@ class _Run:
     def _unchanged(self) -> Iterator[None]:
         """Captured code runs in the block. Raises CaptureError for what it changes in Python outside of the module; a
         first run may, since caches are filled then."""
-        before = None if self.seen.is_first else ModuleState(self.program.module)
+        if self.seen.is_first:
+            yield
+            return
+        if self._state is None or self._state.changed() is not None:  # which eager code may do in between
+            self._state = ModuleState(self.program.module)
         yield
-        if before is not None:
-            self.effects.check(parameters_too=False)  # which knows the line of an assignment
-            refuse_changes(self.program.module, before, self.where)
+        self.effects.check(parameters_too=False)  # which knows the line of an assignment
+        refuse_changes(self.program.module, self._state, self.where)
 
     def _assigned(self, tensor: torch.Tensor) -> None:
         """Captured code gives a parameter or buffer other memory: that eager calls do it is no reason to try again."""

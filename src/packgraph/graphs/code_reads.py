@@ -100,12 +100,19 @@ def is_implicit(name: str, made: bool) -> bool:
     return name.startswith("__") and name not in _NOT_IN_CALLS and (made or name not in _MAKING)
 
 
+_NO_FUNCTIONS = {types.NoneType, bool, int, float, str, tuple, list, dict, set, frozenset}
+
+
 def function_of(value: Any) -> types.FunctionType | None:
     """The Python function behind a method, a property, a cache and so on."""
     for _ in range(8):
         if isinstance(value, types.FunctionType):
             return value
-        names = ("__func__", "fget", "func", "__wrapped__")
-        found = (getattr(value, name, None) for name in names)
-        value = next((inner for inner in found if inner is not None), None)
+        if type(value) in _NO_FUNCTIONS:
+            return None
+        for name in ("__func__", "fget", "func", "__wrapped__"):
+            inner = getattr(value, name, None)
+            if inner is not None:
+                break
+        value = inner
     return None

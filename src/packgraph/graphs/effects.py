@@ -6,16 +6,18 @@ since they run at every replay. In all cases what the capture did is undone: a c
 """
 import contextlib
 import dis
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import LEAVE_OUT
+from packgraph.graphs.host_calls import Unseen
 from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.program import Program
 from packgraph.graphs.random_state import Draws
@@ -24,13 +26,13 @@ from packgraph.plan.stages import State
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
+_CONTAINERS = (list, dict, set, deque)
 # An RNN keeps its parameters in lists too, and makes them anew when it meets aliases. Undone like all else.
 _LISTS_OF_RNN = ("_flat_weights", "_flat_weight_refs")
 _RETURN = "return it from forward, or register a buffer and write to it in place"
 
 
-@dataclass(frozen=True)
-class _Content:
+class _Content(NamedTuple):
     """A container that `owner` (called `prefix`) holds as `attribute` (None: the attributes themselves), and a copy."""
 
     container: Any
@@ -84,7 +86,7 @@ class HostEffects:
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
         """Remember everything. generators: those that captured code may draw from."""
-        self._before = self._expected = self._contents()
+        self._before = self._latest = _Looked(self.module)
         self.draws = Draws(generators)
 
     def buffers(self) -> list[torch.Tensor]:
@@ -93,8 +95,9 @@ class HostEffects:
 
     def undo(self) -> None:
         """Put back what Python code has changed."""
-        for content in self._before:
-            content.restore()
+        if not self._before.is_same():
+            for content in [*self._before.others, *self._before.parameters]:
+                content.restore()
         self.draws.undo()
 
     def check(self, parameters_too: bool = True) -> None:
@@ -102,8 +105,11 @@ class HostEffects:
 
         parameters_too: False while aliases stand in for the parameters.
         """
-        changes = [(content, names) for content in self._expected if (names := content.changed())
-                   and (parameters_too or content.attribute != "_parameters")]
+        with Unseen():
+            expected = [] if self._latest.is_same(parameters_too=False) else self._latest.others
+            if parameters_too:
+                expected = expected + self._before.parameters
+            changes = [(content, names) for content in expected if (names := content.changed())]
         self.assigned.update((id(content.owner), name) for content, names in changes for name in names)
         if changes:
             content, names = changes[0]
@@ -115,22 +121,43 @@ class HostEffects:
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
-        self.check(parameters_too=False)
-        before = self._contents()
-        self._state.moved()
+        with Unseen():
+            self.check(parameters_too=False)
+            if not self._latest.is_same():
+                self._latest = _Looked(self.module)
+            self._state.moved()
         with self.draws.allowed():
             yield
-        self.volatile |= self._state.moved()
-        for content in before:
-            self.volatile.update((id(content.owner), name) for name in content.changed())
-        parameters = [content for content in self._expected if content.attribute == "_parameters"]
-        self._expected = [c for c in self._contents() if c.attribute != "_parameters"] + parameters
+        with Unseen():
+            self.volatile |= self._state.moved()
+            if not self._latest.is_same():
+                for content in [*self._latest.others, *self._latest.parameters]:
+                    self.volatile.update((id(content.owner), name) for name in content.changed())
+                self._latest = _Looked(self.module)
 
-    def _contents(self) -> list[_Content]:
+
+class _Looked:
+    """What the containers of a module's attributes hold now: tables of parameters, and all others."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
         found: dict[int, _Content] = {}
-        for prefix, owner in owners(self.module):
+        for prefix, owner in owners(module):
             _note(found, vars(owner), prefix, owner, None)
-        return list(found.values())
+        self.parameters = [content for content in found.values() if content.attribute == "_parameters"]
+        self.others = [content for content in found.values() if content.attribute != "_parameters"]
+        self._held = [(containers, _held(containers)) for containers in (
+            [content.container for content in contents] for contents in (self.others, self.parameters))]
+
+    def is_same(self, parameters_too: bool = True) -> bool:
+        """Whether all of them hold the same objects as then. It errs on the safe side."""
+        return all(len(now := _held(containers)) == len(before) and all(map(operator.is_, now, before))
+                   for containers, before in self._held[: 2 if parameters_too else 1])
+
+
+def _held(containers: list[Any]) -> list[Any]:
+    """All that is in them, in order."""
+    values = map(dict.values, (container for container in containers if isinstance(container, dict)))
+    return [*map(len, containers), *chain.from_iterable(containers), *chain.from_iterable(values)]
 
 
 def _note(found: dict[int, _Content], container: Any, prefix: str, owner: torch.nn.Module, attribute: str | None
@@ -139,14 +166,15 @@ def _note(found: dict[int, _Content], container: Any, prefix: str, owner: torch.
     that was found, parameters with it, until Python collects garbage."""
     if id(container) in found:
         return
-    found[id(container)] = _Content(container, _copy(container), prefix, owner, attribute)
+    copy = _copy(container)
+    found[id(container)] = _Content(container, copy, prefix, owner, attribute)
     if isinstance(container, dict):
-        for name, value in container.items():
-            if _is_container(value):
+        for name, value in copy.items():
+            if isinstance(value, _CONTAINERS):
                 _note(found, value, prefix, owner, name if attribute is None else attribute)
     else:
-        for value in container:
-            if _is_container(value):
+        for value in copy:
+            if isinstance(value, _CONTAINERS):
                 _note(found, value, prefix, owner, attribute)
 
 
@@ -161,8 +189,18 @@ class ObservedProgram(Program):
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         """The first state."""
         self._given = _numbers((args, kwargs))
-        with self._effects.allowed():
+        with self._allowed():
             return super().begin(args, kwargs)
+
+    @contextlib.contextmanager
+    def _allowed(self) -> Iterator[None]:
+        """The module's own code for the ends of a call runs in the block, if it has any."""
+        if self.staged:
+            with self._effects.allowed():
+                yield
+        else:
+            self._effects.check(parameters_too=False)
+            yield
 
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
@@ -173,7 +211,7 @@ class ObservedProgram(Program):
 
     def end(self, state: State) -> Any:
         """The call's outputs. Raises CaptureError for a number that captured code has made."""
-        with self._effects.allowed():
+        with self._allowed():
             result = super().end(state)
         if all(run.captured for run in self.runs):
             frozen = _numbers(state)
@@ -187,10 +225,6 @@ class ObservedProgram(Program):
 def _numbers(tree: Any) -> list[tuple[type, Any]]:
     """The Python numbers in `tree`, with their type: True, 1 and 1.0 are equal in Python."""
     return [(type(leaf), leaf) for leaf in tree_leaves(tree) if type(leaf) in (int, float, complex)]
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, list | dict | set | deque)
 
 
 def _copy(container: Any) -> Any:

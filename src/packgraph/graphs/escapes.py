@@ -17,17 +17,17 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
-from packgraph.graphs.guard import PLAIN_TENSORS, Journal, Watch, shapes_only, written_tensors
+from packgraph.graphs.guard import Journal, Watch, shapes_only
+from packgraph.graphs.operations import PLAIN_TENSORS, PLAIN_VALUES, Operation, tensors_of
 from packgraph.graphs.output_objects import opened_in
 
 _RETURN = "return it from forward, or register a buffer and copy_ into it"
@@ -87,33 +87,34 @@ class Observation:
                 self._tainted.add(_storage(tensor))
             self._made.append(_Made(weakref.ref(tensor), None, tuple(tensor.shape), line, True))
 
-    def called(self, func: Any, operands: Sequence[Any]) -> None:
+    def called(self, operation: Operation, operands: Sequence[Any]) -> None:
         """Captured code of a forward calls an operation."""
-        facts = (str(func), *(_fact(operand) for operand in operands))
-        if func is torch.ops.aten.lift_fresh.default and operands[0].device.type == "cpu":
+        facts = (operation.shown, *map(_fact, operands))
+        if operation.function is torch.ops.aten.lift_fresh.default and operands[0].device.type == "cpu":
             with torch._C.DisableTorchFunction():  # ours: it reads no tensor that an operation has made
                 facts += (repr(operands[0].tolist()),)
         self._calls.append((facts, self._line()))
 
-    def made(self, func: Any, operands: Sequence[Any], written: Sequence[torch.Tensor], results: Sequence[Any]) -> None:
-        """An operation has run. written: what it has written to."""
-        inputs = {_storage(t) for t in operands if _is_plain(t)}
-        tainted = torch.Tag.nondeterministic_seeded in func.tags or not inputs.isdisjoint(self._tainted)
+    def made(self, operation: Operation, inputs: Set[int], operands: Sequence[Any],
+             written: Set[int], results: Sequence[Any]) -> None:
+        """An operation has run. inputs: the storages of its operands. written: those it has written to."""
+        tainted = operation.draws or not self._tainted.isdisjoint(inputs)
         if tainted:
-            self._tainted.update(_storage(tensor) for tensor in written if _is_plain(tensor))
+            self._tainted.update(written)
         line: _Line | str | None = None
-        for result in results:
-            if not isinstance(result, torch.Tensor) or any(result is operand for operand in operands):
+        for result in tensors_of(results):
+            if _is_among(result, operands):
                 continue
             line = line or self._line()
             if isinstance(line, _Line) and line.code.co_filename.startswith(_RELOADS):
                 continue  # what a reload brings back belongs to its engine, and goes with the backward
             storage = None
-            if _is_plain(result) and _storage(result) not in inputs:
-                storage = weakref.ref(result.untyped_storage())
-                (self._tainted.add if tainted else self._tainted.discard)(_storage(result))
-            self._latest[id(result)] = _Made(weakref.ref(result), storage, tuple(result.shape), line, tainted)
-            self._made.append(self._latest[id(result)])
+            if _is_plain(result) and (whole := result.untyped_storage())._cdata not in inputs:
+                storage = weakref.ref(whole)
+                (self._tainted.add if tainted else self._tainted.discard)(whole._cdata)
+            made = _Made(weakref.ref(result), storage, tuple(result.shape), line, tainted)
+            self._latest[id(result)] = made
+            self._made.append(made)
 
     def returned(self, result: Any) -> None:
         """Captured code has returned this. Raises CaptureError for an object in it that somebody keeps."""
@@ -138,10 +139,9 @@ class Observation:
         left = self._left()
         if not left:
             return
-        held = [(made, holder) for made in left[-_MOST_SHOWN:] if (holder := _holder(made.tensor()))]
         named = [made for made in left if isinstance(made.line, _Line)]
         alive = [made for made in named if made.tensor() is not None]
-        first, holder = held[0] if held else ((alive or named or left)[-1], "")
+        first, holder = _first_held(left[-_MOST_SHOWN:]) or ((alive or named or left)[-1], "")
         raise CaptureError(f"a tensor of shape {list(first.shape)} leaves forward other than through its outputs"
                            f"{holder}: a replay would not put it there again", str(first.line), _RETURN)
 
@@ -199,18 +199,16 @@ class ObservingWatch(Watch):
         super().__init__(journal, refuse=True, device=device)
         self.seen, self.forward = seen, forward
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        looked_at = not shapes_only(types) and all(t in PLAIN_TENSORS for t in types) \
-            and not isinstance(func, torch._ops.HigherOrderOperator)
-        operands = tree_flatten((args, kwargs or {}))[0]
-        written = written_tensors(func, args, kwargs or {}) if looked_at else []
-        if looked_at and self.forward:
-            self.seen.called(func, operands)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        made = tree_flatten(result)[0]
-        if looked_at and not shapes_only(type(out) for out in made):
-            self.seen.made(func, operands, written, made)
-        return result
+    def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
+        """See Watch."""
+        if self.forward:
+            self.seen.called(operation, operands)
+
+    def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Set[int],
+                results: Sequence[Any]) -> None:
+        """See Watch."""
+        if not shapes_only(map(type, results)):
+            self.seen.made(operation, inputs, operands, written, results)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -221,9 +219,18 @@ def _is_plain(value: Any) -> bool:
     return type(value) in PLAIN_TENSORS and value.layout is torch.strided
 
 
+def _is_among(tensor: torch.Tensor, operands: Sequence[Any]) -> bool:
+    for operand in operands:  # noqa: SIM110  # no generator: this runs for every operation
+        if tensor is operand:
+            return True
+    return False
+
+
 def _fact(operand: Any) -> Any:
     """What of an operand has to be the same in both rehearsals."""
-    if isinstance(operand, torch.Tensor):
+    if type(operand) in PLAIN_VALUES:
+        return type(operand), operand
+    if type(operand) in PLAIN_TENSORS or isinstance(operand, torch.Tensor):
         return tuple(operand.shape), operand.dtype, operand.device
     if isinstance(operand, float | complex):
         return type(operand), repr(operand)  # NaN is not equal to itself
@@ -244,15 +251,18 @@ def _difference(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
            "always do the same"
 
 
+def _first_held(left: Sequence[_Made]) -> tuple[_Made, str] | None:
+    """The first tensor of which it can be told who holds it, and `, into ...`."""
+    alive = {id(tensor): made for made in left if (tensor := made.tensor()) is not None}
+    globals_ = {id(value): f", into the global {name!r} of {module.__name__}"
+                for module in list(sys.modules.values()) if alive and isinstance(module, ModuleType)
+                for name, value in list(vars(module).items()) if id(value) in alive}
+    held = ((made, globals_.get(key) or _holder(made.tensor())) for key, made in alive.items())
+    return next(((made, holder) for made, holder in held if holder), None)
+
+
 def _holder(tensor: torch.Tensor | None) -> str:
-    """`, into ...` if it can be told who holds `tensor`, otherwise empty: frozen objects are not looked through."""
-    if tensor is None:
-        return ""
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                if value is tensor:
-                    return f", into the global {name!r} of {module.__name__}"
+    """`, into ...` if it can be told what holds `tensor`, otherwise empty: frozen objects are not looked through."""
     for holder in gc.get_referrers(tensor):
         if isinstance(holder, dict):
             names = [name for name, value in holder.items() if value is tensor]

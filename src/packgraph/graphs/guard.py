@@ -9,7 +9,7 @@ those that it knows are advanced by replays; drawing from any other is refused.
 """
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,23 +17,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.host_calls import Unseen
+from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages, tensors_of
 from packgraph.graphs.peak_memory import most_allocated
 from packgraph.graphs.random_state import Draws
 
-aten = torch.ops.aten
-DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_MASKABLE = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
-_RESIZING = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
-_PRODUCTS = {aten.prod.default, aten.prod.dim_int}
-# Running averages are written to, in training at least, and no argument is marked so.
-_UNDECLARED = {operation.default for operation in (
-    aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
-    aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts)}
 _BOOLEAN = (torch.bool, torch.uint8)
-PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def shapes_only(types: Iterable[type]) -> bool:
@@ -41,7 +32,10 @@ def shapes_only(types: Iterable[type]) -> bool:
 
     DTensor runs an operation that is new to it on fake tensors once, to learn the shape of the result.
     """
-    return any(issubclass(t, FakeTensor) for t in types)
+    for kind in types:  # noqa: SIM110  # no generator: this is asked twice for every operation
+        if kind not in PLAIN_TENSORS and issubclass(kind, FakeTensor):
+            return True
+    return False
 
 
 _KEEP = "keep the value on the device, or read it after the step"
@@ -93,26 +87,6 @@ def way_out(name: str) -> str:
     return _WAYS_OUT.get(name, LEAVE_OUT)
 
 
-def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that `func` changes in place."""
-    written = [] if func._schema.is_mutable else uncounted_writes(func, args, kwargs)
-    for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        written += [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
-    return written
-
-
-def uncounted_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that `func` changes in place though its schema does not say so; their versions do not count that."""
-    if func not in _UNDECLARED:
-        return []
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    means = [given.get("running_mean"), given.get("running_var")] if given.get("training", True) else []
-    return [tensor for tensor in means if tensor is not None]
-
-
 class Journal:
     """Old contents of tensors that were written to, restored on request. They wait on the host where the device has no
     memory for them: a step's graph writes to all gradients, which may be more than is free.
@@ -131,9 +105,9 @@ class Journal:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._saved[key] = (whole, _copied(whole))
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation of the capture's code, with random numbers that nobody else gets."""
-        return func(*args, **kwargs) if self.draws is None else self.draws.call(func, args, kwargs)
+    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the capture's code that may draw, with random numbers that nobody else gets."""
+        return operation.function(*args, **kwargs) if self.draws is None else self.draws.call(operation, args, kwargs)
 
     def restore(self) -> None:
         """Put the saved contents back, unseen by autograd, and forget them."""
@@ -256,71 +230,90 @@ class Watch(CodeWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if shapes_only(types):
+        if types and shapes_only(types):
             return func(*args, **kwargs)
-        if any(t not in PLAIN_TENSORS for t in types):
+        if types and not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        with Unseen():
+            operation = operation_of(func)
+            if operation is not None:
+                operands, inputs, written = self._before(operation, args, kwargs)
+        if operation is None:
             return func(*args, **kwargs)
-        if self.refuse:
-            refuse_unsafe(func, args, kwargs, self.device)
-        for tensor in written_tensors(func, args, kwargs):
-            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own:
-                self.journal.before_write(tensor)
-                self.written[tensor.untyped_storage()._cdata] = tensor
-        inputs = {t.untyped_storage()._cdata: t for t in tree_flatten((args, kwargs))[0]
-                  if isinstance(t, torch.Tensor) and t.layout is torch.strided}
-        self.external.update((key, t) for key, t in inputs.items() if key not in self._own)
-        result = self.journal.call(func, args, kwargs)
-        for out in tree_flatten(result)[0]:
-            if isinstance(out, torch.Tensor) and out.layout is torch.strided \
-                    and out.untyped_storage()._cdata not in inputs:
-                self._own.add(out.untyped_storage()._cdata)
+        result = self.journal.call(operation, args, kwargs) if operation.may_draw else func(*args, **kwargs)
+        with Unseen():
+            results = flat((result,))
+            self._own.update(storages(results).keys() - inputs)
+            self.has_run(operation, inputs, operands, written, results)
         return result
 
+    def _before(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+                ) -> tuple[list[Any], Set[int], Set[int]]:
+        """What an operation is called with, and the storages that it reads and writes."""
+        operands = operands_of(args, kwargs)
+        self.begins(operation, operands)
+        if self.refuse:
+            refuse_unsafe(operation, args, kwargs, operands, self.device)
+        inputs, written = storages(operands), storages(operation.written_of(args, kwargs))
+        for key, tensor in written.items():
+            if key not in self._own:
+                self.journal.before_write(tensor)
+                self.written[key] = tensor
+        self.external.update((key, tensor) for key, tensor in inputs.items() if key not in self._own)
+        return operands, inputs.keys(), written.keys()
 
-def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None) -> None:
-    """Raise CaptureError when `func` does what a graph cannot: wait for the device, change a storage's size, make a
-    sparse tensor, draw from a random generator that replays would not advance, or compute otherwise than eager calls.
+    def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
+        """Called before an operation runs."""
+
+    def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Set[int],
+                results: Sequence[Any]) -> None:
+        """Called when an operation has run. inputs: the storages of its operands. written: those it has written to."""
+
+
+def refuse_unsafe(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any],
+                  device: str | None) -> None:
+    """Raise CaptureError when an operation does what a graph cannot: wait for the device, change a storage's size, make
+    a sparse tensor, draw from a random generator that replays would not advance, or compute otherwise than eager
+    calls.
     """
-    name = func.overloadpacket.__name__
-    leaves = tree_flatten((args, kwargs))[0]
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-    if name in _SPARSE or any(t.layout is not torch.strided for t in tensors):
+    name, tensors = operation.name, tensors_of(operands)
+    sparse = name in _SPARSE
+    for tensor in tensors:
+        sparse = sparse or tensor.layout is not torch.strided
+    if sparse:
         raise CaptureError(f"a sparse tensor ({name}) inside a captured stage: its size depends on data", user_line(),
                            "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT)
-    _refuse_random(func, leaves, tensors, kwargs.get("device"), device)
-    if func in _PRODUCTS and args[0].requires_grad and torch.is_grad_enabled():
+    _refuse_random(operation, operands, tensors, kwargs.get("device"), device)
+    if operation.is_product and args[0].requires_grad and torch.is_grad_enabled():
         raise CaptureError("the backward of torch.prod looks for zeros on the host, and computes otherwise inside of a "
                            "capture", user_line(), "multiply slices of the tensor instead. " + LEAVE_OUT)
-    if func in _RESIZING:
+    if operation.resizes:
         raise CaptureError(f"{name} changes a tensor's storage inside a captured stage", user_line(), LEAVE_OUT)
     if device is not None and not any(t.device.type == device for t in tensors):
         return
-    if func in _MASKABLE:
+    if operation.maskable:
         if any(isinstance(i, torch.Tensor) and i.dtype in _BOOLEAN for i in args[1]):
             raise CaptureError("indexing with a boolean mask waits for the device: its size depends on data",
                                user_line(), _SHAPE)
         return
     if name == "_to_copy" and device is not None:
         _refuse_transfer(args[0], kwargs)
-    if DATA_DEPENDENT & set(func.tags) and kwargs.get("output_size") is None:
+    if operation.waits and kwargs.get("output_size") is None:
         shown = "reading a number out of a tensor (Tensor.item())" if name == "_local_scalar_dense" else f"torch.{name}"
         raise CaptureError(f"{shown} waits for the device: its result is needed on the host",
                            user_line(), way_out(name))
 
 
-def _refuse_random(func: Any, leaves: list[Any], tensors: list[torch.Tensor], target: torch.device | None,
-                   device: str | None) -> None:
+def _refuse_random(operation: Operation, operands: Sequence[Any], tensors: list[torch.Tensor],
+                   target: torch.device | None, device: str | None) -> None:
     """Refuse an operation whose random numbers would be frozen."""
     known = _KNOWN.get()  # by address: the dispatcher makes a new Python object for the same generator
-    for leaf in leaves:
-        if known is not None and isinstance(leaf, torch.Generator) \
-                and leaf._cdata not in known:  # type: ignore[attr-defined]
+    for operand in operands if known is not None and operation.takes_generator else ():
+        if isinstance(operand, torch.Generator) and operand._cdata not in known:  # type: ignore[attr-defined,operator]
             raise CaptureError("a random generator that the module does not hold is used inside a captured stage: "
                                "graphs advance only those they know", user_line(),
                                "make it an attribute of the module, or use the default generator")
-    if device is None or torch.Tag.nondeterministic_seeded not in func.tags:
+    if device is None or not operation.draws:
         return
     place = target or (tensors[0].device if tensors else torch.device("cpu"))
     if place.type != device:

@@ -24,6 +24,7 @@ from packgraph.graphs.errors import CaptureError, user_line
 # Before Python 3.13 a frame that a profile function has seen keeps a copy of its variables as they were then, and so
 # tensors that the code has let go of. Looking at a caller's variables makes that copy anew.
 _SNAPSHOTS = sys.version_info < (3, 13)
+_CHEAP = sys.version_info < (3, 12)  # to change the profile function: later, all code is rewritten for it
 _MACHINERY = (str(Path(__file__).parent), str(Path(torch.utils._pytree.__file__)), contextlib.__file__)
 # (calling frame, C function, whether it is done), and (frame of the function, its result, whether it is done)
 SeesBuiltin = Callable[[FrameType, Any, bool], None]
@@ -111,6 +112,24 @@ def unwatched_calls() -> Iterator[None]:
     finally:
         if hook is not None:
             sys.setprofile(hook.see)
+
+
+class Unseen:
+    """Within a block of the machinery, which watches nothing, this thread's calls are not looked at: to save time. A
+    profiler that captured code has begun stays, and is found. From Python 3.12 on all are looked at: to take the
+    profile function off and put it back costs more there than the function does."""
+
+    __slots__ = ("_see",)
+
+    def __enter__(self) -> None:
+        hook = _THREAD.hook
+        self._see = hook.see if _CHEAP and hook is not None and sys.getprofile() is hook.see else None
+        if self._see is not None:
+            sys.setprofile(None)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._see is not None:
+            sys.setprofile(self._see)
 
 
 def watch_also() -> Callable[[object], None]:

@@ -30,7 +30,7 @@ from packgraph.graphs.state_kinds import (
     row_of,
     same_value,
 )
-from packgraph.graphs.state_tables import Form, Table
+from packgraph.graphs.state_tables import Form, Table, differing
 from packgraph.graphs.state_walk import SUBMODULE, Refused, Walk
 from packgraph.graphs.tensor_state import guards
 from packgraph.graphs.wrapper import Wrapper
@@ -238,19 +238,15 @@ class ModuleState:
             return set()
         found, again = set[Mark](), self._assumed != ASSUMED.version
         for table in self._walk.tables:
-            before, now = dict(table.entries), dict(table.read())
-            keys = [
-                key
-                for key in before.keys() | now.keys()
-                if key not in now
-                or key not in before
-                or (now[key] is not before[key] and not same_value(now[key], before[key]))
-            ]
-            again = again or any(
-                row_of(now[key]).treatment not in _LEAVES for key in keys if key in now
-            )
-            found.update(map(table.mark_of, keys))
-            table.entries = list(now.items())
+            now = table.read()
+            keys = differing(now, table.entries)
+            if keys:
+                values = dict(now)
+                again = again or any(
+                    row_of(values[key]).treatment not in _LEAVES for key in keys if key in values
+                )
+                found.update(map(table.mark_of, keys))
+            table.entries = now
         if again:
             self._look()
         else:

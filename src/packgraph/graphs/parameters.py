@@ -11,6 +11,7 @@ import operator
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from packgraph.graphs.backend import Static, Window
 
+_COMMON = {bool, int, float, str, NoneType, torch.Tensor, torch.nn.Parameter}  # torch asks for a Generator in Python
 _HOOKS, _TRAINED = operator.attrgetter("_backward_hooks"), operator.attrgetter("requires_grad")
 _LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
@@ -150,8 +152,10 @@ def module_generators(module: torch.nn.Module) -> list[torch.Generator]:
 
 
 def _look(found: dict[int, torch.Generator], value: Any, above: tuple[int, ...]) -> None:
-    if isinstance(value, torch.Generator):
+    if isinstance(value, list | tuple | dict):
+        if value and id(value) not in above:
+            for entry in value.values() if isinstance(value, dict) else value:
+                if type(entry) not in _COMMON:
+                    _look(found, entry, (*above, id(value)))
+    elif isinstance(value, torch.Generator):
         found[id(value)] = value
-    elif isinstance(value, list | tuple | dict) and id(value) not in above:
-        for entry in value.values() if isinstance(value, dict) else value:
-            _look(found, entry, (*above, id(value)))

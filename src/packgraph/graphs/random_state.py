@@ -17,6 +17,7 @@ import contextlib
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, MethodType
@@ -26,14 +27,15 @@ import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.host_calls import SeesBuiltin, Watcher, watched_calls
+from packgraph.graphs.operations import Operation
 
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 _DRAW_OUTSIDE = "draw them with torch, or pass them in"
 _PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo/convert_frame", "_functorch",
                                                                        "_inductor"))
+_PATIENCE = 0.03  # seconds, in which a thread that waits for the interpreter gets it
 _QUIET = ("torch/_inductor/", "torch/utils/data/_utils/pin_memory.py", "tqdm/_monitor.py", "event_file_writer.py")
-_KNOWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 
 @contextlib.contextmanager
@@ -61,14 +63,16 @@ class _State:
         """The capture itself has moved the generator."""
         self._expected = self._read()
 
-    def undo(self, alone: bool) -> None:
-        """Take back what was drawn. alone: there is nobody else."""
+    def is_moved(self, alone: bool) -> bool:
+        """Whether there is something to take back, which nobody else has drawn from. alone: there is nobody else."""
         if alone:
-            moved = not self._same(self._first, self._read())
-        else:  # what the capture has not moved is never written: somebody may draw between a look and a write
-            moved = not self._same(self._first, self._expected) and self.look() and not self.others
-        if moved:
-            self._write(self._first)
+            return not self._same(self._first, self._read())
+        # What the capture has not moved is never written: somebody may draw between a look and a write.
+        return not self._same(self._first, self._expected) and self.look() and not self.others
+
+    def undo(self) -> None:
+        """Take back what was drawn."""
+        self._write(self._first)
 
 
 def _torch_state(generator: torch.Generator) -> _State:
@@ -129,17 +133,14 @@ class Draws(Watcher):
 
     # ---- operations
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`function(*args, **kwargs)`, an operation of the capture's code, with private random numbers."""
-        how = _how_it_draws(function)
-        if how is None:
-            return function(*args, **kwargs)
-        if how == "generator":
-            drawn = _with_generator(function, args, kwargs, self._private_for)
+    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the capture's code that may draw, with private random numbers."""
+        if not operation.moves:
+            drawn = _with_generator(operation.function, args, kwargs, self._private_for)
             if drawn is not None:
                 return drawn[0](*drawn[1], **drawn[2])
         with self._moving(self._torch):
-            return function(*args, **kwargs)
+            return operation.function(*args, **kwargs)
 
     def _private_for(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
         """The capture's own copy of a generator, the default one of the device if None; None if there is none."""
@@ -191,9 +192,13 @@ class Draws(Watcher):
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
         alone = self._alone and _alone()
-        for state in (*self._torch, self._python, self._numpy):
-            if state is not None:
-                state.undo(alone)
+        states = [state for state in (*self._torch, self._python, self._numpy) if state is not None]
+        moved = [state for state in states if state.is_moved(alone)]
+        if moved and not alone:  # whoever draws again and again has to show: a quick capture may have left him no time
+            time.sleep(_PATIENCE)
+            moved = [state for state in moved if state.is_moved(alone)]
+        for state in moved:
+            state.undo()
 
     def _any_seed(self, frame: FrameType, function: Any, done: bool) -> None:
         if isinstance(function.__self__, torch.Generator):
@@ -299,21 +304,6 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     return None
-
-
-_DRAWING: dict[Any, str | None] = {}
-
-
-def _how_it_draws(function: Any) -> str | None:
-    """Whether an operation draws, and can be given a generator, or (`moves`) draws from the default one if at all."""
-    if not isinstance(function, torch._ops.OpOverload):  # compiled code, which comes and goes
-        return "moves"
-    if function not in _DRAWING:
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            _DRAWING[function] = "generator"
-        else:
-            _DRAWING[function] = None if function.namespace in _KNOWN_NAMESPACES else "moves"
-    return _DRAWING[function]
 
 
 def _with_generator(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],

@@ -14,8 +14,8 @@ import torch
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.module_state import Mark, ModuleState
 from packgraph.graphs.state_kinds import same_value
-from packgraph.graphs.state_tables import MISSING, Form, Pairs, Table, slot_names
-from packgraph.graphs.state_walk import Walk
+from packgraph.graphs.state_tables import MISSING, Form, Pairs, Table, differing, slot_names
+from packgraph.graphs.state_walk import SUBMODULE, Walk
 
 _RETURN = "return what changes from forward, or keep it in a buffer that is written in place"
 _OF_RNN = ("_flat_weights", "_flat_weight_refs")  # made anew when a parameter is another one, as aliases are
@@ -32,10 +32,15 @@ def refuse_changes(module: torch.nn.Module, before: ModuleState, where: str) -> 
 
 
 class Remembered:
-    """What code of `module` can change, as it is now."""
+    """What code of a module can change, as it is now."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._tables = [(table, list(table.entries)) for table in Walk(module).tables]
+        self._tables = [(table, table.entries) for table in Walk(module).tables]
+
+    def moved(self) -> set[Mark]:
+        """The attributes, variables and globals that are other ones now."""
+        return {table.mark_of(key) for table, entries in self._tables for key in differing(table.read(), entries)} \
+            - {SUBMODULE}
 
     def restore(self) -> None:
         """Put back what was changed in containers, attributes, globals and closures."""

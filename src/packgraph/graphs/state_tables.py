@@ -11,7 +11,7 @@ from functools import partial
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
-from packgraph.graphs.state_kinds import Mark, value_key
+from packgraph.graphs.state_kinds import Mark, same_value, value_key
 
 MISSING = object()
 Pairs = list[tuple[Any, Any]]
@@ -84,6 +84,23 @@ class Table:
     def place_of(self, key: Any) -> Place:
         """Where an entry is."""
         return self.place.field(str(key)) if self.by_field else self.place.entry(key)
+
+
+def differing(now: Pairs, before: Pairs) -> list[Any]:
+    """The keys whose values are other ones now, or that are there only now or only before."""
+    if len(now) == len(before) and all(
+        key is other and value is held
+        for (key, value), (other, held) in zip(now, before, strict=True)
+    ):
+        return []
+    new, old = dict(now), dict(before)
+    return [
+        key
+        for key in old.keys() | new.keys()
+        if key not in new
+        or key not in old
+        or (new[key] is not old[key] and not same_value(new[key], old[key]))
+    ]
 
 
 def fields_table(owner: Any, place: Place, skip: frozenset[str] = frozenset()) -> Table:

@@ -92,6 +92,7 @@ class Walk:
         self._functions: dict[int, types.FunctionType] = {}
         self._pending: list[types.FunctionType] = []
         self._classes: dict[type, bool] = {}
+        self._unread: dict[type, dict[str, Any]] = {}  # attributes of classes that no code has named yet
         self._names = set(CALLED_BY_MACHINERY)
         self._globals: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self._own_generators = {id(generator) for generator in global_generators()}
@@ -387,13 +388,20 @@ class Walk:
             for _, namespace in self._namespaces():
                 self._note_namespace(namespace, frozenset(self._names), set())
             for kind, made in list(self._classes.items()):
-                if is_library_class(kind):
-                    continue
-                for name, value in list(vars(kind).items()):
-                    if name in self._names or is_implicit(name, made):
-                        function = function_of(value)
-                        if function is not None:
-                            self._add_function(function)
+                if not is_library_class(kind):
+                    self._walk_methods(kind, made)
+
+    def _walk_methods(self, kind: type, made: bool) -> None:
+        """Add the methods of a class that code may call, as far as is known now."""
+        unread = self._unread.get(kind)
+        if unread is None:
+            unread = self._unread[kind] = dict(vars(kind))
+        named = unread.keys() & self._names
+        named.update(name for name in unread if name[:2] == "__" and is_implicit(name, made))
+        for name in [name for name in unread if name in named]:
+            function = function_of(unread.pop(name))
+            if function is not None:
+                self._add_function(function)
 
 
 def _interned(value: Any) -> str:

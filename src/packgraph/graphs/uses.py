@@ -1,10 +1,12 @@
 """What a captured graph uses of the world outside its capture."""
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs.guard import PLAIN_TENSORS, CodeWatcher, shapes_only, uncounted_writes, written_tensors
+from packgraph.graphs.guard import CodeWatcher, shapes_only
+from packgraph.graphs.host_calls import Unseen
+from packgraph.graphs.operations import PLAIN_TENSORS, flat, operands_of, operation_of, storages, tensors_of
 
 Place = tuple[int, int]  # storage and address
 
@@ -34,45 +36,36 @@ class Uses(CodeWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if shapes_only(types):
+        if types and shapes_only(types):
             return func(*args, **kwargs)
-        if any(t not in PLAIN_TENSORS for t in types):
+        if types and not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        operation = operation_of(func)
+        if operation is None:
             return func(*args, **kwargs)
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
-        if not _is_view(func):
-            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)]
-            self.storages.update(leaf.untyped_storage()._cdata for leaf in leaves)
-            self._note(self.reads, leaves)
-        if written := written_tensors(func, args, kwargs):
-            self._note(self.writes, written)
-            self.uncounted.update((tensor.untyped_storage()._cdata, tensor.data_ptr())
-                                  for tensor in uncounted_writes(func, args, kwargs))
-            self.addresses.update(tensor.data_ptr() for tensor in written if _is_strided(tensor))
+        with Unseen():
+            self.draws = self.draws or operation.draws
+            operands = operands_of(args, kwargs)
+            if not operation.is_view:
+                self.storages.update(storages(operands))
+                self._note(self.reads, operands)
+            if written := operation.written_of(args, kwargs):
+                self._note(self.writes, written)
+                self.uncounted.update((tensor.untyped_storage()._cdata, tensor.data_ptr())
+                                      for tensor in operation.uncounted_of(args, kwargs))
+                self.addresses.update(tensor.data_ptr() for tensor in written if tensor.layout is torch.strided)
         result = func(*args, **kwargs)
-        inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)}
-        self._made.update(cdata for leaf in tree_leaves(result) if _is_strided(leaf)
-                          and (cdata := leaf.untyped_storage()._cdata) not in inputs)
+        with Unseen():
+            self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
         return result
 
-    def _note(self, found: dict[Place, torch.Tensor], leaves: list[Any]) -> None:
-        for leaf in leaves:
-            if not _is_strided(leaf) or (cdata := leaf.untyped_storage()._cdata) in self._made:
+    def _note(self, found: dict[Place, torch.Tensor], values: Sequence[Any]) -> None:
+        for tensor in tensors_of(values):
+            if tensor.layout is not torch.strided or (cdata := tensor.untyped_storage()._cdata) in self._made:
                 continue
-            if (place := (cdata, leaf.data_ptr())) in found:
+            if (place := (cdata, tensor.data_ptr())) in found:
                 continue
-            found[place] = leaf
-            if leaf.requires_grad:  # below autograd, so that it has a version of its own; parameters stand for those
+            found[place] = tensor
+            if tensor.requires_grad:  # below autograd, so that it has a version of its own; parameters stand for those
                 with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
-                    found[place] = leaf.detach()
-
-
-def _is_view(func: Any) -> bool:
-    """Whether an operation reads no values: its results are other views of its inputs."""
-    aliases = [result.alias_info for result in getattr(func._schema, "returns", ())]  # compiled code has none
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-def _is_strided(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+                    found[place] = tensor.detach()

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from packgraph.graphs.errors import CaptureError, traced_line
-from packgraph.graphs.guard import DATA_DEPENDENT, LEAVE_OUT, way_out
+from packgraph.graphs.guard import LEAVE_OUT, way_out
+from packgraph.graphs.operations import DATA_DEPENDENT
 
 
 def written_inputs(graph: torch.fx.GraphModule) -> frozenset[int]:

@@ -13,28 +13,26 @@ would keep every block alive and hide reuse bugs. Tensors from outside (paramete
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs.backend import Result
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import (
     LEAVE_OUT,
-    PLAIN_TENSORS,
     CodeWatcher,
     HostReadGuard,
     Journal,
     refuse_unsafe,
     shapes_only,
-    written_tensors,
 )
-from packgraph.graphs.host_calls import watched_calls
+from packgraph.graphs.host_calls import Unseen, watched_calls
 from packgraph.graphs.lanes import capturing_lanes
+from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.lanes import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
@@ -57,12 +55,12 @@ class _Operand(NamedTuple):
 class _Node(NamedTuple):
     """One recorded operation.
 
-    kinds: per output `new` (copy into its block), `work` (a transfer, its number stands in outputs) or empty.
+    called_with: None for a step of the host. kinds: per output `new` (copy into its block), `work` (a transfer, its
+    number stands in outputs) or empty.
     """
 
     function: Any
-    operands: list[Any]
-    spec: Any
+    called_with: tuple[tuple[Any, ...], dict[str, Any]] | None
     outputs: list[Any]
     kinds: list[str]
     grad_mode: bool = False
@@ -79,45 +77,60 @@ class _Recording(CodeWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, window = kwargs or {}, self.window
-        if shapes_only(types):
+        if types and shapes_only(types):
             return func(*args, **kwargs)
-        if any(t not in PLAIN_TENSORS for t in types):
+        if types and not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            raise CaptureError(f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT)
         if func is torch.ops.aten.lift_fresh.default:  # a tensor made of numbers: each replay has one of its own
             func = torch.ops.aten.clone.default
-        refuse_unsafe(func, args, kwargs, None)
-        for tensor in written_tensors(func, args, kwargs):
-            if tensor.untyped_storage()._cdata not in window.block_of:
-                window.journal.before_write(tensor)
-        flat, spec = tree_flatten((args, kwargs))
-        inputs = {t.untyped_storage()._cdata for t in flat if isinstance(t, torch.Tensor)}
-        operands = [window.operand(t) if isinstance(t, torch.Tensor) else t for t in flat]
-        result = window.journal.call(func, args, kwargs)
-        made = tree_flatten(result)[0]
-        if shapes_only(type(out) for out in made):  # a factory has no operand that would have said so
-            return result
+        with Unseen():
+            operation = operation_of(func)
+            if operation is None:
+                raise CaptureError(f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT)
+            operands = operands_of(args, kwargs)
+            refuse_unsafe(operation, args, kwargs, operands, None)
+            for key, tensor in storages(operation.written_of(args, kwargs)).items():
+                if key not in window.block_of:
+                    window.journal.before_write(tensor)
+            inputs, named = storages(operands).keys(), _changed((args, kwargs), window.operand)
+        result = window.journal.call(operation, args, kwargs) if operation.may_draw else func(*args, **kwargs)
+        with Unseen():
+            self._note(operation, named, inputs, flat((result,)))
+        return result
+
+    def _note(self, operation: Operation, named: Any, inputs: Set[int], made: Sequence[Any]) -> None:
+        """An operation has run. named: its operands. inputs: their storages. made: its results."""
+        if shapes_only(map(type, made)):  # a factory has no operand that would have said so
+            return
+        window = self.window
         outputs: list[Any] = []
         kinds = []
         for out in made:
-            kinds.append(self._kind(func, out, inputs))
+            kinds.append(self._kind(operation.function, out, inputs))
             if kinds[-1] == "new" and out.untyped_storage()._cdata not in window.block_of:
                 window.own(out)  # compiled code may return several views of one block
             outputs.append(window.operand(out) if kinds[-1] == "new" else None)
             if kinds[-1] == "work":
                 outputs[-1] = window.transfer(dist.Work.unbox(out))
-        if func._schema.is_mutable or "new" in kinds or "work" in kinds:
-            self.nodes.append(_Node(func, operands, spec, outputs, kinds, torch.is_grad_enabled()))
+        if operation.mutates or "new" in kinds or "work" in kinds:
+            self.nodes.append(_Node(operation.function, named, outputs, kinds, torch.is_grad_enabled()))
         window.clock += 1
-        return result
 
     @staticmethod
-    def _kind(func: Any, out: Any, inputs: set[int]) -> str:
+    def _kind(func: Any, out: Any, inputs: Set[int]) -> str:
         if not isinstance(out, torch.Tensor):
             return "work" if isinstance(out, torch.ScriptObject) and func.namespace == "c10d" else ""
         storage = out.untyped_storage()
         return "" if storage._cdata in inputs or storage.nbytes() == 0 else "new"
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """What an operation is called with, `change` made to all that its containers hold."""
+    if type(value) in (list, tuple, torch.Size):
+        return type(value)([_changed(entry, change) for entry in value])
+    if type(value) is dict:
+        return {key: _changed(entry, change) for key, entry in value.items()}
+    return change(value)
 
 
 class _Static:
@@ -146,10 +159,10 @@ class RecorderGraph:
         """Replace operands by tensors on the pool's memory."""
         program: list[Any] = []
         for node in self.nodes:
-            if node.spec is None:
+            if node.called_with is None:
                 program.append((node.function, None, None, [], [], False))
                 continue
-            args, kwargs = tree_unflatten([window.resolve(o) for o in node.operands], node.spec)
+            args, kwargs = _changed(node.called_with, window.resolve)
             outputs = [window.resolve(o) for o in node.outputs]
             program.append((node.function, args, kwargs, outputs, node.kinds, node.grad_mode))
         self.program, self.nodes = program, []
@@ -175,7 +188,7 @@ class RecorderGraph:
             result = function(*args, **kwargs)
             if "new" not in kinds and "work" not in kinds:
                 continue
-            for target, value, kind in zip(outputs, tree_flatten(result)[0], kinds, strict=True):
+            for target, value, kind in zip(outputs, flat((result,)), kinds, strict=True):
                 if kind == "new":
                     if function.namespace.startswith("_c10d_f"):
                         value = torch.ops._c10d_functional.wait_tensor(value)
@@ -242,8 +255,7 @@ class RecorderWindow:
 
     def note(self, step: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
         """Put `step` into the program: it is called with the memory of `tensors` at every replay."""
-        operands, spec = tree_flatten(((*tensors,), {}))
-        self._nodes.append(_Node(step, [self.operand(tensor) for tensor in operands], spec, [], []))
+        self._nodes.append(_Node(step, (tuple(map(self.operand, tensors)), {}), [], []))
         self.clock += 1
 
     def transfer(self, work: Any) -> int:
@@ -256,8 +268,10 @@ class RecorderWindow:
         """The number of a transfer that was started in this window."""
         return next((number for number, known in enumerate(self._transfers) if known is work), None)
 
-    def operand(self, tensor: torch.Tensor) -> Any:
-        """The symbolic name of `tensor`, or a strong reference when it comes from outside."""
+    def operand(self, tensor: Any) -> Any:
+        """The symbolic name of `tensor`, or a strong reference when it comes from outside; what is none is left."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
         number = self.block_of.get(tensor.untyped_storage()._cdata)
         if number is None:
             if id(tensor) not in self._external:
@@ -306,10 +320,10 @@ class RecorderWindow:
         self.lanes.scope += 1
 
         def step(effect: Callable[[], Any]) -> None:
-            nodes.append(_Node(effect, [], None, [], []))
+            nodes.append(_Node(effect, None, [], []))
 
         def waited(work: Any) -> None:
-            nodes.append(_Node(_Wait(self.number_of(work)), [], None, [], []))
+            nodes.append(_Node(_Wait(self.number_of(work)), None, [], []))
 
         with capturing_lanes(self.lanes), recorded_host(step, waited), HostReadGuard(None), _Recording(self, nodes), \
                 contextlib.ExitStack() as at_end:
