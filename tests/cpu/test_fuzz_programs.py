@@ -1,6 +1,6 @@
 """Random programs on the recorder, against eager: state, aliases, complex tensors, partial losses, hooks, threads.
 
-PACKGRAPH_FUZZ_COUNT programs (400) from seed PACKGRAPH_FUZZ_SEED (0) on. A failure shows the seed, what differs and
+PACKGRAPH_FUZZ_COUNT programs (2,000) from seed PACKGRAPH_FUZZ_SEED (0) on. A failure shows the seed, what differs and
 the smallest program that still fails, which runs with the names of `corpus/programs.py`.
 """
 import os
@@ -10,7 +10,7 @@ import pytest
 from corpus.facts import BITWISE, SILENT
 from corpus.programs import Line, Program, generate, judged, smaller
 
-FIRST, COUNT = (int(os.environ.get(f"PACKGRAPH_FUZZ_{name}", value)) for name, value in (("SEED", 0), ("COUNT", 400)))
+FIRST, COUNT = (int(os.environ.get(f"PACKGRAPH_FUZZ_{name}", value)) for name, value in (("SEED", 0), ("COUNT", 2000)))
 CHUNK = 100
 # The warning comes when a module goes; that nothing replays is judged before.
 pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")

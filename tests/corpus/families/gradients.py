@@ -518,4 +518,5 @@ asked(
     lambda m, loss, outputs, arguments, step: [(m(arguments[0]) + m(arguments[0].cos())).square().sum().backward()
                                                for _ in range(3)],
     lambda: Own(lambda m, x: torch.tanh(m.linear(x))),
+    documented=WEIGHT_TWICE,
 )
