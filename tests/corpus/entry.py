@@ -53,8 +53,7 @@ class Entry:
     arguments), instead of the plain call. backward: of (model, loss, outputs, arguments, step), instead of
     `loss.backward()`. prepare: applied to the model before its first call. observe: of the model, further values that
     must agree after each step. drive: of (model, draw, done), a loop of the entry's own instead of the three; it calls
-    done after every step with what else must agree. documented: why last bits may differ, one of
-    DOCUMENTED. slow: costs as much as thirty others.
+    done after every step with what else must agree. documented: why last bits may differ, one of DOCUMENTED.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Entry:
     observe: Callable[[Any], Any] | None = None
     drive: Callable[..., Any] | None = None
     documented: str = ""
-    slow: bool = False
     loops: Sequence[str] = ("plain", "accumulate", "rough")
 
 

@@ -4,7 +4,6 @@ import random
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +35,9 @@ def check(entry: Entry, loop: str, device: str = "cpu") -> Verdict:
     return verdict if found is None else Verdict(BROKEN, f"two eager runs differ: {found[0]}")
 
 
-def chosen(number: int) -> Entry:
-    """The entry of that number, with the loops that a plain run of the tests has time for.
-
-    Every fourth entry runs in all of its loops, the others in one each. All run where PACKGRAPH_CORPUS names entries
-    (a part of their names, or an empty string for all).
-    """
-    entry = list(ENTRIES.values())[number]
-    if "PACKGRAPH_CORPUS" in os.environ or number % 4 == 0:
-        return entry
-    return replace(entry, loops=[entry.loops[number % len(entry.loops)]])
-
-
 def numbers() -> list[int]:
-    """Of the entries that the environment chooses; without a choice, of what is slow every fourth."""
-    wanted = os.environ.get("PACKGRAPH_CORPUS")
-    if wanted is None:
-        return [number for number, entry in enumerate(ENTRIES.values()) if not entry.slow or number % 4 == 0]
-    return [number for number, name in enumerate(ENTRIES) if wanted in name]
+    """Of the entries that PACKGRAPH_CORPUS names (a part of their names), of all without it."""
+    return [number for number, name in enumerate(ENTRIES) if os.environ.get("PACKGRAPH_CORPUS", "") in name]
 
 
 def failures(entry: Entry, device: str = "cpu") -> list[str]:

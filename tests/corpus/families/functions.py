@@ -1,7 +1,7 @@
 """Own autograd Functions, checkpoints, torch.func and operators of one's own inside forward."""
 
 import torch
-from corpus.entry import Own, add, one_grad
+from corpus.entry import GRADIENT_LAYOUT, Own, add, one_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -292,10 +292,12 @@ fn(
     stack=lambda: nn.Parameter(torch.randn(2, 4, 4)),
 )
 fn("vmap", lambda m, x: torch.func.vmap(m.linear)(x))
-fn(
+add(
+    GROUP,
     "vmap of a stack of weights",
-    lambda m, x: torch.func.vmap(lambda w: x @ w)(m.stack),
-    stack=lambda: nn.Parameter(torch.randn(2, 4, 4)),
+    lambda: Own(lambda m, x: torch.func.vmap(lambda w: x @ w)(m.stack), stack=nn.Parameter(torch.randn(2, 4, 4))),
+    one_grad,
+    documented=GRADIENT_LAYOUT,
 )
 fn("torch.func.grad inside", lambda m, x: m.linear(x) + torch.func.grad(lambda y: m.linear(y).square().sum())(x))
 fn("torch.func.jvp inside", lambda m, x: torch.func.jvp(m.linear, (x,), (torch.ones_like(x),)))
