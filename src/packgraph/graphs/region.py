@@ -17,6 +17,7 @@ from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.entries import Made, Passed
 from packgraph.graphs.gradients import GradientBuffer
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
+from packgraph.graphs.parameters import local_tensor
 from packgraph.plan.stages import State
 
 Token = tuple[Any, ...]
@@ -182,7 +183,7 @@ class ParameterEdge:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.anchor = torch.empty(0, requires_grad=True)
-        self._delivered: dict[int, list[torch.Tensor | None]] = {}
+        self._delivered: dict[int, _Delivery] = {}
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -200,12 +201,38 @@ class ParameterEdge:
     def deliver(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Hand gradients of the parameters to autograd; returns what the node has to be given."""
         before = self._delivered.get(task := torch._C._current_graph_task_id())
-        self._delivered[task] = list(gradients) if before is None else [_sum(*two) for two in zip(before, gradients)]
+        found = list(gradients)
+        if before is not None:
+            found = [_sum(*two) for two in zip(before.take(), found, strict=True)]
+        self._delivered[task] = _Delivery(found)
         return torch.empty_like(self.tensor)
 
     def is_whole(self) -> bool:
         """Whether the running backward is that of `loss.backward()`."""
         return _runs(torch.autograd.graph.get_gradient_edge(self.anchor).node)
+
+
+class _Delivery:
+    """Gradients on their way to autograd, and the stream on which they are made.
+
+    Autograd takes them to be made on the stream of the thread that calls `backward`, which may be another one.
+    """
+
+    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
+        self._gradients = gradients
+        self._device = next((g.device for g in gradients if g is not None and g.device.type == "cuda"), None)
+        self._stream = None if self._device is None else torch.cuda.current_stream(self._device)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The gradients, for the current stream."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            if current != self._stream:
+                current.wait_stream(self._stream)
+                for gradient in self._gradients:
+                    if gradient is not None:
+                        local_tensor(gradient).record_stream(current)
+        return self._gradients
 
 
 def _runs(node: Any) -> bool:
@@ -222,7 +249,7 @@ class _AllParameters(torch.autograd.Function):
     """The node of a `ParameterEdge`."""
 
     @staticmethod
-    def forward(ctx: Any, delivered: dict[int, list[torch.Tensor | None]], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, delivered: dict[int, _Delivery], *parameters: torch.Tensor) -> torch.Tensor:
         ctx.delivered, ctx.count = delivered, len(parameters)
         ctx.set_materialize_grads(False)
         return torch.empty(0)
@@ -231,7 +258,7 @@ class _AllParameters(torch.autograd.Function):
     def backward(ctx: Any, signal: torch.Tensor | None) -> Any:
         if signal is None:
             return (None,) * (1 + ctx.count)
-        return (None, *ctx.delivered.pop(torch._C._current_graph_task_id()))
+        return (None, *ctx.delivered.pop(torch._C._current_graph_task_id()).take())
 
 
 def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
