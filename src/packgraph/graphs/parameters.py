@@ -57,11 +57,7 @@ class Aliases:
         self._use.thread = None
 
 
-class OwnHook:
-    """What has a hook on a parameter that is packgraph's own, not the user's."""
-
-
-class _Use(OwnHook):
+class _Use:
     """Tells gradients of a build from those of another thread, which has called the module itself meanwhile and has
     found aliases. (On CUDA backwards of all threads run in one, so there a build's end alone tells.)"""
 
@@ -106,11 +102,10 @@ def are_leaves(module: torch.nn.Module) -> bool:
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether something outside wants to see this parameter's gradient when it arrives."""
-    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-        # A list, since another thread may register its hook meanwhile.
-        if hooks and any(not isinstance(getattr(hook, "__self__", None), OwnHook) for hook in list(hooks.values())):
-            return True
-    return False
+    hooks = parameter._backward_hooks or {}
+    if any(not isinstance(getattr(hook, "__self__", None), _Use) for hook in hooks.values()):
+        return True
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 @dataclass(frozen=True)

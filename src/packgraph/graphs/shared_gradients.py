@@ -18,41 +18,37 @@ import torch
 
 from packgraph.graphs.exclusive import Launches
 from packgraph.graphs.gradients import GradientBuffer
-from packgraph.graphs.parameters import OwnHook, has_hooks
-
-
-class _Exchange(OwnHook):
-    """Makes the `.grad` that is a buffer a tensor of its own."""
-
-    def __init__(self, buffer: GradientBuffer, launches: Launches) -> None:
-        self._buffer, self._launches = buffer, launches
-
-    def exchange(self, parameter: torch.Tensor) -> None:
-        """Do so, if that is due yet."""
-        with self._launches, torch.no_grad():
-            if self._buffer.is_grad():
-                parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]  # it is the buffer
-
-
-def let_go(buffers: Iterable[GradientBuffer], launches: Launches) -> None:
-    """Make every `.grad` that is a buffer a tensor of its own, while other threads may add to it.
-
-    Autograd holds a lock of the parameter while it adds, and while the hook runs that is called then. To be called
-    when `launches.shared` is set, and without the launches: on CUDA the hook runs in the engine's thread.
-    """
-    for buffer in buffers:
-        if buffer.is_grad():
-            _let_go(buffer, _Exchange(buffer, launches))
+from packgraph.graphs.parameters import has_hooks
 
 
 @torch.no_grad()
-def _let_go(buffer: GradientBuffer, moved: _Exchange) -> None:
-    parameter = buffer.parameter
-    if has_hooks(parameter) or not parameter.requires_grad:
-        moved.exchange(parameter)  # the user's hooks are to see no gradient that is none; autograd adds nothing
-        return
-    handle = parameter.register_post_accumulate_grad_hook(moved.exchange)
-    try:  # minus zero changes no number
-        torch.autograd.backward([parameter], [torch.full_like(buffer.tensor, -0.0)])
-    finally:
-        handle.remove()
+def let_go(buffers: Iterable[GradientBuffer], launches: Launches) -> None:
+    """Make every `.grad` that is a buffer a tensor of its own, while other threads may add to it.
+
+    To be called when `launches.shared` is set, and without the launches: autograd may hold the lock of a parameter in a
+    thread that waits for them.
+    """
+    due = [buffer for buffer in buffers if buffer.is_grad()]
+    devices = {buffer.tensor.device for buffer in due if buffer.tensor.device.type == "cuda"}
+    for device in devices:  # autograd adds on a stream of its own choice
+        torch.cuda.synchronize(device)
+    for buffer in due:
+        if buffer.parameter.requires_grad and not has_hooks(buffer.parameter):
+            _add_nothing(buffer)
+            continue
+        with launches:  # autograd adds nothing, or a hook would see a gradient that is none
+            if buffer.is_grad():
+                buffer.parameter.grad = buffer.tensor.clone()
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _add_nothing(buffer: GradientBuffer) -> None:
+    """Have autograd replace `.grad` by the sum of it and -0.0, which changes no number.
+
+    The node of a parameter adds out of place where gradients may be differentiated again, and holds its lock, as in
+    every backward of every thread, until the sum has become `.grad`. (Hooks run without that lock.)
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(buffer.parameter).node
+        node(torch.zeros_like(buffer.tensor).neg_())  # type: ignore[operator]
