@@ -1,5 +1,6 @@
 """Threads: several of them may share a graphed module, and a capture takes nothing from those beside it."""
 import contextlib
+import copy
 import random
 import sys
 import threading
@@ -12,15 +13,16 @@ from graphkit import differences, make_toy, toy_inputs, toy_loss
 from statekit import One, Staged, X, captured, quietly
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from packgraph.graphs import exclusive, random_state
+from packgraph.graphs import exclusive, random_state, replay
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import BUSY
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.gradients import SeparateGradients
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.host_calls import watch_also
-from packgraph.graphs.random_state import Draws
+from packgraph.graphs.random_state import Draws, Redraw
 from packgraph.graphs.region import ParameterEdge
 from packgraph.graphs.state_kinds import assume_constant
 
@@ -201,6 +203,49 @@ def test_autograd_adds_while_another_thread_replays(monkeypatch):
         assert torch.equal(gradient, gradients(graphed)[name]), name
 
 
+class SlowCopies(TorchDispatchMode):
+    """What is made of another tensor in this thread comes a while after that was read."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.added = threading.Event(), threading.Event()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.clone.default, torch.ops.aten.add.Tensor):
+            self.read.set()
+            self.added.wait(0.2)
+        return result
+
+
+@pytest.mark.parametrize("where", ["call", "backward"])
+def test_autograd_adds_while_another_thread_moves_a_gradient(where):
+    """The moment in which `.grad` becomes a tensor of its own takes long."""
+    eager, graphed = trained()
+    slow = SlowCopies()
+
+    def first():
+        with slow if where == "call" else contextlib.nullcontext():  # which makes the call an eager one
+            loss = quietly(lambda: graphed(whole(4, 10, 8)).sum())
+        with slow:
+            loss.backward()
+
+    def second():
+        if where == "call":
+            slow.read.wait(1)
+        with run_eagerly("a test"):
+            loss = graphed(whole(4, 11, 8)).sum()
+        slow.read.wait(1)
+        loss.backward()
+        slow.added.set()
+
+    assert not (errors := together(first, second)), errors
+    for seed in (10, 11):
+        eager(whole(4, seed, 8)).sum().backward()
+    for name, gradient in gradients(eager).items():
+        assert torch.equal(gradient, gradients(graphed)[name]), name
+
+
 def test_a_backward_that_has_begun_when_a_second_thread_comes(monkeypatch):
     """Whether gradients are added in place is decided when nobody else can launch."""
     eager, graphed = trained()
@@ -364,6 +409,119 @@ def test_draws_of_the_captured_code_itself_are_refused_while_another_thread_draw
 def through_a_module(module, x):
     import numpy
     return module.linear(x) * numpy.random.rand()
+
+
+# ---- forwards that are run again
+
+
+class Pair(nn.Module):
+    """Two outputs, of which the loss of warm-up reads the first. within: run under a checkpoint."""
+
+    def __init__(self, within=False):
+        super().__init__()
+        self.linear, self.within = nn.Linear(4, 4), within
+
+    def forward(self, x):
+        hidden = checkpoint(self._hidden, x, use_reentrant=False) if self.within else self._hidden(x)
+        return hidden, functional.dropout(hidden, 0.5)
+
+    def _hidden(self, x):
+        return functional.dropout(self.linear(x), 0.5).square()
+
+
+def pairs(within=False):
+    torch.manual_seed(0)
+    eager = Pair(within)
+    graphed = graph(copy.deepcopy(eager), warmup=1)
+    for model in (eager, graphed):
+        torch.manual_seed(1)
+        for _ in range(2):
+            model(X)[0].sum().backward()
+    assert graphed.stats.replayed == 1
+    return eager, graphed
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["plain", "checkpoint"])
+def test_a_forward_that_is_run_again_draws_what_its_replay_has_drawn(within):
+    found = []
+    for model in pairs(within):
+        torch.manual_seed(5)
+        quietly(lambda model=model: sum(map(torch.sum, model(X))).backward())
+        found.append([*gradients(model).values(), torch.get_rng_state()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_thread_draws_while_a_forward_is_run_again(monkeypatch):
+    eager, graphed = pairs()
+    drawn, call = [], Redraw.call
+
+    def call_beside_another(redraw, function, args, kwargs):
+        result = call(redraw, function, args, kwargs)
+        assert not together(lambda: drawn.append(torch.rand(4)))
+        return result
+
+    monkeypatch.setattr(Redraw, "call", call_beside_another)
+    states = []
+    for model in (graphed, eager):
+        torch.manual_seed(5)
+        outs = model(X)
+        quietly(lambda outs=outs: sum(map(torch.sum, outs)).backward())
+        if model is eager:
+            assert drawn
+            assert all(torch.equal(numbers, torch.rand(4)) for numbers in drawn)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    for name, gradient in gradients(eager).items():
+        assert torch.equal(gradient, gradients(graphed)[name]), name
+
+
+def test_a_forward_is_not_run_again_when_another_thread_has_drawn_in_its_replay(monkeypatch):
+    _, graphed = pairs()
+    replay_forward = replay.replay_forward
+
+    def replay_beside_another(region):
+        replay_forward(region)
+        assert not together(lambda: torch.rand(4))
+
+    monkeypatch.setattr(replay, "replay_forward", replay_beside_another)
+    outs = graphed(X)
+    with pytest.raises(RuntimeError, match="another thread has drawn random numbers"):
+        sum(map(torch.sum, outs)).backward()
+
+
+def test_a_forward_is_run_again_while_another_thread_captures(monkeypatch):
+    """The capture has put stand-ins in place of parameters: it is waited for."""
+    entered, leave = (assume_constant(threading.Event()) for _ in range(2))
+
+    def forward(module, x):
+        if len(x) == 2 and not leave.is_set():
+            entered.set()
+            leave.wait(60)
+        return module.linear(x), module.linear(x).square()
+
+    eager, graphed = One(forward), graph(One(forward), warmup=1)
+    graphed.load_state_dict(eager.state_dict())
+    for model in (eager, graphed):
+        for _ in range(2):
+            model(X)[0].sum().backward()
+    outs = graphed(X)
+    capturing = threading.Thread(target=lambda: quietly(lambda: graphed(X[:2])[0].sum().backward()))
+    recompute = replay.recompute_gradients
+
+    def recompute_then(*args):
+        monkeypatch.undo()
+        capturing.start()
+        assert entered.wait(60)
+        threading.Timer(0.3, leave.set).start()
+        return recompute(*args)
+
+    monkeypatch.setattr(replay, "recompute_gradients", recompute_then)
+    quietly(lambda: sum(map(torch.sum, outs)).backward())
+    capturing.join(60)
+    sum(map(torch.sum, eager(X))).backward()
+    eager(X[:2])[0].sum().backward()
+    for name, gradient in gradients(eager).items():
+        torch.testing.assert_close(gradient, gradients(graphed)[name])
 
 
 # ---- what is not the capturing thread's

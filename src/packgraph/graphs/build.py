@@ -280,7 +280,8 @@ class VariantBuild:
         reads = first | reads
         generators = self.slot.backend.generators() if forward.uses.draws else []
         return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
-                       list(reads.values()), len(first), list(writes.values()), generators)
+                       list(reads.values()), len(first), list(writes.values()), generators,
+                       compiled=self.program.compiler is not None)
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Tensors by whose versions changes are seen: parameters in place of their aliases, which count alone."""

@@ -110,8 +110,8 @@ class Context:
     writes: tensors that its forward writes to. generators: those whose numbers it draws. run: its stages, eagerly,
     within `calls`, since another thread may capture the module.
     inputs: numbers of the inputs that backwards read. changed: whether facts that the graphs have baked about the
-    module hold no longer. gradients: what is known of the
-    gradients that its outputs get.
+    module hold no longer. gradients: what is known of the gradients that its outputs get. compiled: the stages run
+    compiled code.
     """
 
     run: Callable[[State], State]
@@ -123,6 +123,7 @@ class Context:
     writes: list[torch.Tensor] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
+    compiled: bool = False
 
 
 @dataclass

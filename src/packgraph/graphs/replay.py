@@ -17,6 +17,7 @@ from packgraph.graphs.entries import make_entry
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.output_gradients import pattern_of
 from packgraph.graphs.parameters import has_hooks
+from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
 from packgraph.graphs.region import Backward, Homes, Region
 from packgraph.graphs.shared_gradients import let_go
@@ -86,8 +87,9 @@ class _Replay(torch.autograd.Function):
                 read: list[Version], *inputs: torch.Tensor) -> Any:
         ctx.region, ctx.ticket, ctx.read = region, ticket, read
         ctx.set_materialize_grads(False)
-        ctx.random_states = [generator.get_state() for generator in region.context.generators]
+        ctx.draws = PastDraws(region.context.generators)
         replay_forward(region)
+        ctx.draws.end()
         ctx.versions = region.versions()
         made = tuple(output.static.tensor.detach() for output in region.outputs)
         ctx.mark_non_differentiable(*[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable])
@@ -109,7 +111,7 @@ class _Replay(torch.autograd.Function):
             if backward is not None:
                 signal, results = _replay_backward(region, backward, gradients, ticket)
             else:
-                signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.random_states)
+                signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
                 region.context.gradients.learn(region.number, list(region.backwards), pattern)
         with ticket.slots.launches:
             ticket.finish_backward(region.number)
