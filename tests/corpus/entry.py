@@ -16,7 +16,10 @@ WIDTH, ROWS, WORDS = 4, 3, 11
 INPUT_TWICE = "autograd adds the two gradients of an input in another order, where some uses are outside the module"
 WEIGHT_TWICE = "a weight that is used inside and outside gets its gradients in another order when they accumulate"
 AUTOCAST_CALLS = "autocast calls in one backward do not share the casts of weights, so sums are rounded elsewhere"
-DOCUMENTED = {INPUT_TWICE: 1e-4, WEIGHT_TWICE: 1e-4, AUTOCAST_CALLS: 2e-2}  # each with the share that it may make
+ALIGNMENT = "arguments are copied row-major into aligned memory, and kernels choose by layout and alignment"
+GRADIENT_LAYOUT = "gradients that autograd.grad returns for parameters have the memory layout of the parameter"
+DOCUMENTED = {INPUT_TWICE: 1e-4, WEIGHT_TWICE: 1e-4, AUTOCAST_CALLS: 2e-2, ALIGNMENT: 1e-4,
+              GRADIENT_LAYOUT: 1e-4}  # each with the share that it may make
 
 
 class Draw:

@@ -262,7 +262,7 @@ def test_what_the_backward_reads_must_not_change(name):
         loss = model(sample(5))[0].square().sum()
         with torch.no_grad():
             model.get_parameter(name).mul_(2)
-        with pytest.raises(RuntimeError, match=r"inplace operation|changed in place between forward and backward"):
+        with pytest.raises(RuntimeError, match=r"inplace operation|changed in place, or given other memory"):
             loss.backward()
 
 
@@ -456,3 +456,111 @@ def test_conjugate_inputs_are_a_key_of_their_own():
     graphed = graph(copy.deepcopy(eager), warmup=1)
     run_both(eager, graphed, act)
     assert graphed.stats.captured == 2
+
+
+class Normed(nn.Module):
+    """Two outputs behind running averages, which torch writes to without saying so in the operation's schema."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x))
+        return self.second(hidden), hidden
+
+
+def test_running_averages_move_once_where_a_backward_runs_its_forward_again():
+    eager, graphed = twins(Normed)
+    for number in range(10, 14):
+        for model in (eager, graphed):
+            first, second = model(sample(number))
+            (second.square().sum() if number % 2 else first.square().sum() + second.sum()).backward()
+        assert_same(dict(eager.named_buffers()), dict(graphed.module.named_buffers()))
+        assert_same(gradients(eager), gradients(graphed))
+    again = {reason: count for reason, count in graphed.stats.fallbacks.items() if reason != "warm-up"}
+    assert sum(again.values()) == 2, again
+
+
+def test_running_averages_have_the_versions_that_eager_calls_leave():
+    eager, graphed = twins(Normed)
+    versions = [[buffer._version for buffer in model.buffers()] for model in (eager, graphed)]
+    for model in (eager, graphed):  # a backward after another forward is no error
+        flight = [model(sample(number))[0].sum() for number in range(2)]
+        for loss in flight:
+            loss.backward()
+    grown = [[buffer._version - before for buffer, before in zip(model.buffers(), found, strict=True)]
+             for model, found in zip((eager, graphed), versions, strict=True)]
+    assert grown[0] == [0, 0, 2] and grown[1][:2] == [0, 0] and grown[1][2] > 0  # a capture and its undoing count, too
+    assert_same(gradients(eager), gradients(graphed))
+
+
+class Chained(nn.Module):
+    """The second output is what the first was computed from, as logits are beside a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        return self.second(hidden), hidden
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_an_output_that_another_was_computed_from_is_no_surprise(both, recwarn):
+    eager, graphed = twins(Chained, calls=0, strict=True)
+    for number in range(6):
+        for model in (eager, graphed):
+            first, second = model(sample(number))
+            (first.square().sum() + second.square().sum() if both else first.square().sum()).backward()
+        assert_same(gradients(eager), gradients(graphed))
+    assert graphed.stats.replayed == 4
+    assert not [w for w in recwarn if issubclass(w.category, PackgraphWarning)]
+    assert graphed.stats.captured == 1 and set(graphed.stats.fallbacks) == {"warm-up"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("look", ["retain_grad", "register_hook"])
+def test_gradients_within_a_module_are_not_shown_in_part(look, late):
+    """From a replay an inner output gets only what the caller's code gives it."""
+    eager, graphed = twins(Chained, calls=3 if late else 0)
+
+    def act(model, number):
+        seen = []
+        first, second = model(sample(number))
+        second.retain_grad() if look == "retain_grad" else second.register_hook(lambda g: seen.append(g.clone()))
+        (first.square().sum() + second.square().sum()).backward()
+        return [second.grad] if look == "retain_grad" else seen
+
+    if late:
+        with pytest.raises(RuntimeError, match=r"an output of .* that other outputs were computed from has a hook"):
+            act(graphed, 3)
+        act(eager, 3)
+        eager.zero_grad()
+        graphed.zero_grad()
+    with pytest.warns(PackgraphWarning, match="an output that other outputs were computed from"):
+        run_both(eager, graphed, act)
+    assert graphed.stats.fallbacks["a hook or retain_grad on an output that other outputs were computed from"] >= 3
+
+
+def test_a_hook_on_an_output_that_nothing_was_computed_from_fires_in_replays():
+    eager, graphed = twins(Chained)
+
+    def act(model, number):
+        first, second = model(sample(number))
+        first.retain_grad()
+        (first.square().sum() + second.square().sum()).backward()
+        return [first.grad]
+
+    run_both(eager, graphed, act)
+    assert graphed.stats.replayed >= 4
+
+
+def test_the_gradient_of_an_inner_output_alone_is_an_error():
+    eager, graphed = twins(Chained)
+    first, second = graphed(sample(3))
+    with pytest.raises(RuntimeError, match="asks for the gradient of an output that other outputs were computed from"):
+        torch.autograd.grad(first.square().sum() + second.square().sum(), second)
+    first, second = eager(sample(3))
+    torch.autograd.grad(first.square().sum() + second.square().sum(), second)

@@ -95,6 +95,11 @@ def on_the_host(model):
     return [out]
 
 
+def cached(model):
+    with torch.nn.utils.parametrize.cached():
+        return [model(X)]
+
+
 CASES = {
     "dual tensors": (tangents, fallback.TANGENTS),
     "jvp": (lambda model: list(torch.func.jvp(model, (X,), (torch.ones_like(X),))), fallback.TRANSFORMED),
@@ -107,6 +112,7 @@ CASES = {
     "function mode": (functions, fallback.MODES),
     "checkpoint": (checkpointed, fallback.SAVED_TENSOR_HOOKS),
     "saved on the host": (on_the_host, fallback.SAVED_TENSOR_HOOKS),
+    "cached": (cached, fallback.CACHED),
     "traced": (lambda model: [torch.jit.trace(model, (X,), check_trace=False)(X * 2)], fallback.TRACED),
 }
 

@@ -102,7 +102,6 @@ PIECES = {
     "branch": lambda h, x: h if (x > 0).any() else -h,
     "nonzero": lambda h, x: h.sum() + (x > 0).nonzero().sum(),
     "mask": lambda h, x: h[x[:, 0] > 0],
-    "host constant": lambda h, x: h + torch.tensor([1.0] * 6, device=h.device),
     "to cpu": lambda h, x: h * x.to("cpu").sum().to("cuda"),
     "equal": lambda h, x: h if torch.equal(h, x) else h * 2,
 }

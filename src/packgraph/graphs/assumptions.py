@@ -18,7 +18,8 @@ _EXACT = f"""
 ## What is compared before every replay
 
 Whatever `forward` reads, found from the module's attributes and from the names in its code: to {DEPTH} objects within
-objects, arrays up to {LARGEST_BYTES // 2**20} MiB. A change drops the graphs and captures again, with one warning.
+objects, arrays up to {LARGEST_BYTES // 2**20} MiB, and the environment where code names `os.environ` or `getenv`.
+A change drops the graphs and captures again, with one warning.
 `packgraph.assume_constant(object)` vouches for an object, which is then known by identity alone.
 """
 _REASONS = """
@@ -45,11 +46,17 @@ DIFFERENCES = (
     Difference("several calls of one module under one `torch.autocast` block that meet in one backward",
                "eager calls share the cast weights, so their gradients are summed in the lower precision; graphs cast "
                "for themselves and sum in the parameter's precision, which is more exact (0.3 % measured)"),
-    Difference("arguments that are slices with gaps in memory, or expanded",
-               "they are copied row-major into static memory, and kernels choose by memory layout"),
+    Difference("arguments that are slices with gaps in memory, expanded, or begin within a tensor at no multiple of 64 "
+               "bytes",
+               "they are copied row-major into aligned static memory, and kernels choose by layout and alignment"),
+    Difference("the memory layout of gradients that `torch.autograd.grad` returns for parameters",
+               "it is that of the parameter, as `.grad` has it; eager hands out what the last kernel has made"),
 )
 
 ERRORS = (
+    ("`torch.autograd.grad` asks for the gradient of an output that other outputs were computed from (together with "
+     "those of parameters it is not noticed: that output's gradient then lacks what comes from the others)",
+     "a replay gives it the gradients of your own code only; run such calls under `packgraph.eager(...)`"),
     ("a second backward through one call (`retain_graph=True`)",
      "its saved activations are gone; add the losses first"),
     ("`create_graph=True`", "a captured backward has no graph of its own; seen in warm-up, calls run eagerly instead"),

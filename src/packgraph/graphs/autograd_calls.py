@@ -5,6 +5,7 @@ other memory would each be there once, at capture, and on tensors that stand for
 called, at the user's line; what torch does not show is seen on the tensors when the forward has ended.
 """
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -40,6 +41,7 @@ _REFUSED = {
 }
 _MARK = "_dynamo_"  # of attributes by which torch.compile marks tensors
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo", "_functorch", "_inductor"))
+_ORIGINS = {_TENSOR.is_leaf.__get__: "Tensor.is_leaf", _TENSOR.grad_fn.__get__: "Tensor.grad_fn"}
 _SWITCHES = (torch.Tensor.requires_grad_, _TENSOR.requires_grad.__set__)
 
 
@@ -124,11 +126,13 @@ def _is_asked_for(frame: FrameType | None) -> bool:
 
 
 class _ForwardCalls(FunctionWatcher):
-    """Refuses calls at their line. outside: tensors from outside, by identity."""
+    """Refuses calls at their line. outside: tensors from outside, by identity, inputs that need gradients as well."""
 
     def __init__(self, outside: dict[int, torch.Tensor], assigned: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._outside, self._assigned = outside, assigned
+        self._inputs = {key for key, tensor in outside.items()
+                        if tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -138,6 +142,10 @@ class _ForwardCalls(FunctionWatcher):
                 self._assigned(args[0])
             what, why, remedy = refused
             raise CaptureError(f"{what} inside a captured stage: {why}", user_line(), remedy)
+        if func in _ORIGINS and id(args[0]) in self._inputs and _is_asked_for(sys._getframe(1)):
+            raise CaptureError(f"{_ORIGINS[func]} of an argument inside a captured stage: a graph has copies of its "
+                               "arguments, which nothing was computed from", user_line(),
+                               "ask outside of the call, and pass the answer as an argument")
         if func in _SWITCHES and id(args[0]) in self._outside:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if args[0].requires_grad != wanted:

@@ -1,6 +1,6 @@
-"""Which leaves an autograd graph reaches, and how often each is read."""
+"""Which leaves an autograd graph reaches, how often each is read, and which results were computed from others."""
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,25 @@ def readers_of_leaves(tensors: Iterable[torch.Tensor]) -> Counter[int]:
     """By identity of each leaf behind `tensors`: how many gradients of it a backward from all of them sums up."""
     return Counter(id(parent.variable) for node in _nodes_behind(tensors) for parent, _ in node.next_functions
                    if parent is not None and _is_leaf(parent))
+
+
+def readers_of_results(results: Sequence[torch.Tensor]) -> list[tuple[Any, list[tuple[int, int]]]]:
+    """The nodes behind `results` that read some of them, with pairs: the place among a node's inputs, and which one.
+
+    They pass gradients of other results on to these; results that nobody reads stand nowhere.
+    """
+    edges = {(result.grad_fn, result.output_nr): number for number, result in enumerate(results)}
+    readers = []
+    for node in _nodes_behind(results) if len(edges) > 1 else ():
+        read = [(place, edges[edge]) for place, edge in enumerate(node.next_functions) if edge in edges]
+        if read:
+            readers.append((node, read))
+    return readers
+
+
+def is_seen(tensor: torch.Tensor, own: int = 0) -> bool:
+    """Whether somebody sees, or keeps, the gradient of a result. own: hooks that do not count."""
+    return tensor.retains_grad or len(tensor._backward_hooks or ()) > own
 
 
 def _nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:

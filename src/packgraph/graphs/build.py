@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from packgraph.graphs.accumulate import Accumulator
-from packgraph.graphs.autograd_walk import leaves_behind
+from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.direct import Direct, direct_replay
@@ -252,6 +252,9 @@ class VariantBuild:
             forward.entries, self._context(forward, {}),
             ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
             [self.aliases.parameter_of[id(a)] for a in returned])
+        made = {number: out for number, out in enumerate(forward.outputs) if out.requires_grad}
+        readers = readers_of_results(list(made.values()))
+        region.inner = sorted({list(made)[place] for _, read in readers for _, place in read})
         patterns = self._patterns(index, forward, region)
         later: dict[Place, torch.Tensor] = {}
         read_inputs = set[int]()
@@ -273,14 +276,17 @@ class VariantBuild:
         """later: what backwards read from outside."""
         slot = {leaf.untyped_storage()._cdata for leaf in forward.leaves}
         reads = self._originals({place: t for place, t in forward.uses.reads.items() if place[0] not in slot})
-        writes = self._originals({place: t for place, t in forward.uses.writes.items() if place[0] not in slot})
+        written = {place: t for place, t in forward.uses.writes.items() if place[0] not in slot}
+        writes = self._originals(written)
+        counted = self._originals({place: t for place, t in written.items() if place not in forward.uses.uncounted})
         # Autograd saves parameters that a backward does not need after all, and raises when they have changed.
         saved = {key: t for key, t in reads.items() if isinstance(t, torch.nn.Parameter) and key not in writes}
         first = self._originals(later) | saved
         reads = first | reads
         generators = self.slot.backend.generators() if forward.uses.draws else []
         return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
-                       list(reads.values()), len(first), list(writes.values()), generators,
+                       list(reads.values()), list(first.values()), [tensor.data_ptr() for tensor in first.values()],
+                       list(writes.values()), list(counted.values()), generators,
                        compiled=self.program.compiler is not None)
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:

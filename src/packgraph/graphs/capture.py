@@ -43,6 +43,7 @@ from packgraph.plan.memory.bank import Lifetime
 
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
 # where it expected a number raises one of the others. Anything else is not ours to interpret.
+_RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
@@ -294,6 +295,9 @@ class _Run:
                 ObservingWatch(self.journal, self.device, self.seen, forward=False), \
                 torch.autocast(self.device_type, enabled=False):
             torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+        if any(parameter.grad is not None for parameter in self.parameters):
+            raise CaptureError("a backward writes to the .grad of a parameter by itself: that would happen at capture "
+                               "only, never at a replay", self.where, _RETURN_GRADIENT)
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:

@@ -132,6 +132,7 @@ def _left(result: Any, homes: Homes) -> Any:
             return leaf
         if id(leaf) not in clones:
             clones[id(leaf)] = leaf.clone()
+            homes.note_copy(leaf, clones[id(leaf)])
         return clones[id(leaf)]
 
     return tree_map(own, result)
@@ -146,6 +147,7 @@ def _own_copies(state: State, homes: Homes) -> State:
             return leaf
         if id(leaf) not in clones:
             clone, token = leaf.clone(), homes.token(leaf)
+            homes.note_copy(leaf, clone)
             if token is not None:
                 homes.note(clone, token, alias=False)
             clones[id(leaf)] = clone

@@ -203,7 +203,7 @@ class ObservingWatch(Watch):
         looked_at = not shapes_only(types) and all(t in PLAIN_TENSORS for t in types) \
             and not isinstance(func, torch._ops.HigherOrderOperator)
         operands = tree_flatten((args, kwargs or {}))[0]
-        written = written_tensors(func, args, kwargs or {}) if looked_at and func._schema.is_mutable else []
+        written = written_tensors(func, args, kwargs or {}) if looked_at else []
         if looked_at and self.forward:
             self.seen.called(func, operands)
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -76,6 +76,8 @@ TRACED = _reason("the call is traced (torch.compile, torch.export or torch.jit)"
                  "compiled code inside of graphs use packgraph.graph(module, compile=True)")
 MODES = _reason("a torch function or dispatch mode is active", "leave the mode before the call: it sees the module's "
                 "operations, and a replay has none; count FLOPs or profile operations under packgraph.eager(...)")
+CACHED = _reason("parametrizations are cached (torch.nn.utils.parametrize.cached)", "leave the block before the call, "
+                 "or put it inside the module: what a graph computes cannot be shared with other calls")
 
 # Not asked for: the module, and its captures.
 NOT_LEAVES = _reason("parameters are not leaf parameters", "call the module itself, not by torch.func.functional_call "
@@ -87,6 +89,9 @@ HIDDEN_STATE = _reason("the module holds state that cannot be watched", "see the
 TWICE = _reason("gradients of the module are differentiated themselves (create_graph=True)", "nothing: a captured "
                 "backward has no graph of its own; run only calls whose gradients are differentiated under "
                 "packgraph.eager(...) to keep graphs for the others")
+SEEN_INSIDE = _reason("a hook or retain_grad on an output that other outputs were computed from", "put it on a tensor "
+                      "that nothing else is computed from, or run such calls under packgraph.eager(...): from a replay "
+                      "such an output gets only the gradients of your own code")
 NEW_PATTERN = _reason("another set of outputs got gradients than any captured backward starts from", "use the same "
                       "outputs in the loss during warm-up; this backward ran eagerly, after its forward was run again, "
                       "and is captured at the next call of this shape")

@@ -14,8 +14,9 @@ the tensor. So every replay begins by comparing `.grad` with the buffer:
 Somebody else is found by reference counts: of the Python object that was `.grad`, and of the storage behind it (views,
 aliases, saved tensors).
 """
+import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ import torch
 from packgraph.graphs.exclusive import Launches
 from packgraph.graphs.parameters import local_tensor
 
+_SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
+_GRADIENT = operator.attrgetter("parameter.grad")
 _storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
@@ -55,12 +58,19 @@ class GradientBuffer:
         shown: What becomes `.grad`: a tensor of the same memory.
     """
 
-    __slots__ = ("_storage", "parameter", "shown", "tensor")
+    __slots__ = ("_address", "_storage", "parameter", "shown", "tensor")
 
     def __init__(self, parameter: torch.nn.Parameter, shown: torch.Tensor) -> None:
         self.parameter, self.shown = parameter, shown
         self.tensor = shown.detach()
         self._storage = _storage_of(shown)
+        self._address = self.tensor.data_ptr()
+
+    def is_attached(self, grad: torch.Tensor | None) -> bool:
+        """Whether `grad`, the parameter's, is this buffer."""
+        if self.shown.data_ptr() != self._address:  # its `.data` was replaced: it is the user's from here on
+            self.shown = self.tensor.detach()
+        return grad is self.shown
 
     def is_grad(self) -> bool:
         """Whether the parameter's `.grad` is this memory."""
@@ -109,13 +119,15 @@ class GradientBuffers:
 
 
 @torch.no_grad()
-def attach(buffers: Iterable[GradientBuffer]) -> list[_Aside]:
+def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its replay."""
+    if _are_attached(buffers):
+        return []
     cleared: list[torch.Tensor] = []
     aside: list[_Aside] = []
     for buffer in buffers:
         grad = buffer.parameter.grad
-        if grad is buffer.shown:
+        if buffer.is_attached(grad):
             continue
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
         if held or (grad is not None and _is_held(_counts(grad))):
@@ -131,6 +143,13 @@ def attach(buffers: Iterable[GradientBuffer]) -> list[_Aside]:
     if cleared:
         torch._foreach_zero_(cleared)
     return aside
+
+
+def _are_attached(buffers: Sequence[GradientBuffer]) -> bool:
+    """Whether all gradients are their buffers: asked before every replay, so it costs one pass in C for each fact."""
+    shown = list(map(_SHOWN, buffers))
+    return all(map(operator.is_, map(_GRADIENT, buffers), shown)) \
+        and list(map(torch.Tensor.data_ptr, shown)) == list(map(_ADDRESS, buffers))
 
 
 @torch.no_grad()

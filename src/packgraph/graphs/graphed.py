@@ -359,6 +359,8 @@ class Control:
             return fallback.PATCHED
         if self._output_gradients.twice:
             return fallback.TWICE
+        if self._output_gradients.seen_inside:
+            return fallback.SEEN_INSIDE
         reason = undeclared(args, kwargs, self.capacities)
         if reason is None and self._warm_calls_left > 0:
             self._warm_calls_left -= 1

@@ -27,6 +27,11 @@ aten = torch.ops.aten
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MASKABLE = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 _RESIZING = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
+_PRODUCTS = {aten.prod.default, aten.prod.dim_int}
+# Running averages are written to, in training at least, and no argument is marked so.
+_UNDECLARED = {operation.default for operation in (
+    aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
+    aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts)}
 _BOOLEAN = (torch.bool, torch.uint8)
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -89,14 +94,23 @@ def way_out(name: str) -> str:
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that `func` changes in place, by its schema."""
-    written = []
-    for index, argument in enumerate(func._schema.arguments):
+    """The tensors that `func` changes in place."""
+    written = [] if func._schema.is_mutable else uncounted_writes(func, args, kwargs)
+    for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         written += [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
     return written
+
+
+def uncounted_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that `func` changes in place though its schema does not say so; their versions do not count that."""
+    if func not in _UNDECLARED:
+        return []
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    means = [given.get("running_mean"), given.get("running_var")] if given.get("training", True) else []
+    return [tensor for tensor in means if tensor is not None]
 
 
 class Journal:
@@ -250,7 +264,7 @@ class Watch(CodeWatcher):
             return func(*args, **kwargs)
         if self.refuse:
             refuse_unsafe(func, args, kwargs, self.device)
-        for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
+        for tensor in written_tensors(func, args, kwargs):
             if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own:
                 self.journal.before_write(tensor)
                 self.written[tensor.untyped_storage()._cdata] = tensor
@@ -267,7 +281,7 @@ class Watch(CodeWatcher):
 
 def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None) -> None:
     """Raise CaptureError when `func` does what a graph cannot: wait for the device, change a storage's size, make a
-    sparse tensor, or draw from a random generator that replays would not advance.
+    sparse tensor, draw from a random generator that replays would not advance, or compute otherwise than eager calls.
     """
     name = func.overloadpacket.__name__
     leaves = tree_flatten((args, kwargs))[0]
@@ -276,6 +290,9 @@ def refuse_unsafe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], devi
         raise CaptureError(f"a sparse tensor ({name}) inside a captured stage: its size depends on data", user_line(),
                            "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT)
     _refuse_random(func, leaves, tensors, kwargs.get("device"), device)
+    if func in _PRODUCTS and args[0].requires_grad and torch.is_grad_enabled():
+        raise CaptureError("the backward of torch.prod looks for zeros on the host, and computes otherwise inside of a "
+                           "capture", user_line(), "multiply slices of the tensor instead. " + LEAVE_OUT)
     if func in _RESIZING:
         raise CaptureError(f"{name} changes a tensor's storage inside a captured stage", user_line(), LEAVE_OUT)
     if device is not None and not any(t.device.type == device for t in tensors):

@@ -5,14 +5,18 @@ An output that gets no gradient is not an output with a gradient of zeros: param
 a captured backward bakes, its *pattern*. Warm-up calls show what to expect. A pattern that was not expected runs once
 eagerly (`recompute.py`), is learned, and is captured at the next call.
 """
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
+from packgraph.graphs.autograd_walk import is_seen, readers_of_results
 from packgraph.graphs.strides import Layout, layout_of
 
 MAX_PATTERNS = 8  # per segment and key; beyond them such a backward runs eagerly
@@ -27,10 +31,12 @@ def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
 
 @dataclass
 class _Shared:
-    """What all keys know. latest: by the number of outputs what the last call did. twice: see OutputGradients."""
+    """What all keys know. latest: by the number of outputs what the last call did. twice, seen_inside: see
+    OutputGradients."""
 
     latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
     twice: bool = False
+    seen_inside: bool = False
 
 
 class KeyGradients:
@@ -78,6 +84,10 @@ class KeyGradients:
         """Note that the gradients of a call are to be differentiated, which graphs cannot do."""
         self._shared.twice = True
 
+    def refuse_seen_inside(self) -> None:
+        """Note that somebody wants to see the gradient of an output that others were computed from."""
+        self._shared.seen_inside = True
+
 
 class OutputGradients:
     """What is known of all calls of one module. fell_back: told of backwards that run eagerly; it holds no graphs."""
@@ -91,6 +101,11 @@ class OutputGradients:
         """Whether gradients of the module were differentiated themselves (`create_graph=True`)."""
         return self._shared.twice
 
+    @property
+    def seen_inside(self) -> bool:
+        """Whether an output that others were computed from had a hook, or kept its gradient."""
+        return self._shared.seen_inside
+
     def of(self, key: Hashable) -> KeyGradients:
         """What is known of the calls of `key`."""
         if key not in self._keys:
@@ -103,13 +118,28 @@ class OutputGradients:
             known.forget()
 
     def watch(self, key: Hashable, result: Any) -> None:
-        """Watch which outputs of an eager call get gradients. key: of the call, None = it can have none."""
+        """Watch which outputs of an eager call get gradients from its caller. key: None = the call has none.
+
+        An output that others were computed from (logits, beside a loss) gets a gradient through them, too: what it gets
+        from the caller is what it gets beyond that.
+        """
         leaves = tree_leaves(result)
+        able = {number: leaf for number, leaf in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf}
+        numbers = list(able)
+        through: dict[int, list[torch.Tensor]] = defaultdict(list)
+        inner = dict[int, weakref.ref[torch.Tensor]]()
+        for node, read in readers_of_results(list(able.values())):
+            places = [(place, numbers[index]) for place, index in read]
+            inner.update((number, weakref.ref(able[number])) for _, number in places)
+            node.register_hook(partial(_keep, through, places))
         seen: dict[int, Layout] = {}
         count, shared, known = len(leaves), self._shared, None if key is None else self.of(key)
 
         def note(gradient: torch.Tensor | None, number: int) -> None:
-            if gradient is None:
+            leaf = inner[number]() if number in inner else None
+            shared.seen_inside = shared.seen_inside or (leaf is not None and is_seen(leaf, own=1))
+            if gradient is None or _is_sum(gradient, through.pop(number, [])):
                 return
             seen[number] = layout_of(gradient)
             shared.latest[count] = seen
@@ -117,6 +147,25 @@ class OutputGradients:
                 known.seen = seen
             shared.twice = shared.twice or torch.is_grad_enabled()
 
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(lambda gradient, number=number: note(gradient, number))
+        for number, leaf in able.items():
+            leaf.register_hook(lambda gradient, number=number: note(gradient, number))
+
+
+def _keep(found: dict[int, list[torch.Tensor]], read: list[tuple[int, int]], passed_on: Sequence[torch.Tensor | None],
+          arrived: object) -> None:
+    """A hook of an autograd node: keep what it passes on to outputs. Autograd adds to none of that while it is kept."""
+    for place, number in read:
+        gradient = passed_on[place]
+        if gradient is not None:
+            found[number].append(gradient)
+
+
+@torch.no_grad()
+def _is_sum(gradient: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+    """Whether a gradient is the sum of these, in this order, and of nothing else."""
+    if len(parts) < 2:
+        return bool(parts) and parts[0].data_ptr() == gradient.data_ptr()
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return bool(((total == gradient) | ((total != total) & (gradient != gradient))).all())

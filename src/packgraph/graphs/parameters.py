@@ -7,8 +7,9 @@ touched; and gradients are accumulated as they are produced (`gradients.py`), so
 A DTensor has no memory of its own: what is baked, compared or zeroed is its local tensor.
 """
 import contextlib
+import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from packgraph.graphs.backend import Static, Window
+
+_HOOKS, _TRAINED = operator.attrgetter("_backward_hooks"), operator.attrgetter("requires_grad")
+_LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,6 +110,11 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     if any(not isinstance(getattr(hook, "__self__", None), _Use) for hook in hooks.values()):
         return True
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def are_quiet(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether no parameter has hooks of any kind, and none is frozen: quick, for many."""
+    return not any(map(_HOOKS, parameters)) and not any(map(_LATE_HOOKS, parameters)) and all(map(_TRAINED, parameters))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.module_state import Mark, ModuleState
 from packgraph.graphs.state_kinds import same_value
-from packgraph.graphs.state_tables import MISSING, Pairs, Table
+from packgraph.graphs.state_tables import MISSING, Form, Pairs, Table, slot_names
 from packgraph.graphs.state_walk import Walk
 
 _RETURN = "return what changes from forward, or keep it in a buffer that is written in place"
@@ -65,7 +65,9 @@ def _put_back(table: Table, entries: Pairs) -> None:
         holder.extend(values)
     elif isinstance(holder, dict):
         _put_back_entries(holder, [key for key, _ in table.read()], entries)
-    elif isinstance(getattr(holder, "__dict__", None), dict) and not isinstance(holder, type):
+    elif isinstance(holder, type) or (table.form is Form.CALL and slot_names(type(holder))):
+        _put_back_attributes(holder, table, entries)
+    elif isinstance(getattr(holder, "__dict__", None), dict):
         _put_back_entries(vars(holder), [key for key, _ in table.read()], entries)
 
 
@@ -80,6 +82,16 @@ def _put_back_entries(holder: dict[Any, Any], now: list[Any], entries: Pairs) ->
             kind.pop(holder, key, None)
         elif dict.get(holder, key, MISSING) is not value:
             kind.__setitem__(holder, key, value)
+
+
+def _put_back_attributes(holder: Any, table: Table, entries: Pairs) -> None:
+    """Of a class, or in the slots of an object."""
+    now, before = dict(table.read()), dict(entries)
+    for name in now.keys() - before.keys():
+        delattr(holder, name)
+    for name, value in before.items():
+        if now.get(name, MISSING) is not value:
+            setattr(holder, name, value)
 
 
 def _put_back_cells(function: FunctionType, before: dict[str, Any]) -> None:

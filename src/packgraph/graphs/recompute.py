@@ -34,9 +34,11 @@ def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None]
         RuntimeError: The forward could not be run again with the same result.
     """
     leaves: dict[Token, torch.Tensor] = {}
+    # Code that torch does not see the operations of may write to what it reads.
+    written = [tensor for tensor in region.context.reads if not isinstance(tensor, torch.nn.Parameter)]
 
     def run() -> dict[int, torch.Tensor]:
-        with _unwritten(region.context.writes):
+        with _unwritten([*region.context.writes, *written]):
             with torch.enable_grad():
                 made = _outputs(region, region.context.run(_state(region, leaves)))
             if region.context.writes:

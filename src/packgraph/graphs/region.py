@@ -5,9 +5,11 @@ autograd function (`replay.py`) ties them into the user's autograd graph. Inputs
 has produced are baked pointers: nothing is copied. Everything that comes from eager code is copied into slot buffers
 first. Outputs are aliases of static memory; the caller clones those that leave for eager code.
 """
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,11 +54,26 @@ class Home:
     alias: bool
 
 
+Inner = tuple["weakref.ref[torch.Tensor]", int]  # an output that others were computed from, and hooks of our own on it
+
+
 class Homes:
     """The static homes of a call's tensors, by identity."""
 
     def __init__(self) -> None:
         self._homes: dict[int, Home] = {}
+        self._inner: dict[int, list[Inner]] = {}
+
+    def note_inner(self, tensor: torch.Tensor, shown: list[Inner]) -> None:
+        """`tensor` is an output that others were computed from. shown: gets it, and its copies."""
+        self._inner[id(tensor)] = shown
+        shown.append((weakref.ref(tensor), 0))
+
+    def note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        """`copy` is given away in place of `tensor`."""
+        if id(tensor) in self._inner:
+            self._inner[id(tensor)].append((weakref.ref(copy), 1))
+            copy.register_hook(partial(_refuse_alone, tensor.grad_fn))
 
     def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
         """`tensor` has the contents of the static memory `token`."""
@@ -76,6 +93,14 @@ class Homes:
         """Whether `tensor` may be a view of static memory."""
         storage = tensor.untyped_storage().data_ptr()
         return any(h.alias and h.tensor.untyped_storage().data_ptr() == storage for h in self._homes.values())
+
+
+def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
+    """A hook of an inner output. Raises RuntimeError if the backward ends there: what comes from others is missing."""
+    if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "torch.autograd.grad asks for the gradient of an output that other outputs were computed from: a replay "
+            "gives it the gradients of your own code only. Run such calls under packgraph.eager(...)")
 
 
 @dataclass
@@ -106,9 +131,11 @@ class Backward:
 class Context:
     """What surrounds a captured region: what it reads and writes from outside, and how to run it without graphs.
 
-    reads: tensors whose values it uses, those that backwards read first. read_later: how many of them those are.
-    writes: tensors that its forward writes to. generators: those whose numbers it draws. run: its stages, eagerly,
-    within `calls`, since another thread may capture the module.
+    reads: tensors whose values it uses, those that backwards read first. read_later: those that backwards read.
+    addresses: of their memory at capture.
+    writes: tensors that its forward writes to. counted: those whose versions count that, which the running averages of
+    a batch norm do not. generators: those whose numbers it draws. run: its stages, eagerly, within `calls`, since
+    another thread may capture the module.
     inputs: numbers of the inputs that backwards read. changed: whether facts that the graphs have baked about the
     module hold no longer. gradients: what is known of the gradients that its outputs get. compiled: the stages run
     compiled code.
@@ -119,8 +146,10 @@ class Context:
     calls: AbstractContextManager[object]
     gradients: KeyGradients
     reads: list[torch.Tensor] = field(default_factory=list)
-    read_later: int = 0
+    read_later: list[torch.Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     writes: list[torch.Tensor] = field(default_factory=list)
+    counted: list[torch.Tensor] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     compiled: bool = False
@@ -132,7 +161,8 @@ class Region:
 
     facts: what captured code could see of the state it was captured with. entries: per key of the result state, how
     to make its value. parameters: those that only this region differentiates: their gradients are added to buffers.
-    returned: other parameters, whose gradients go through autograd. summed: an output's gradient comes from several
+    returned: other parameters, whose gradients go through autograd. inner: numbers of the outputs that other outputs
+    were computed from. summed: an output's gradient comes from several
     places, and autograd has to add them up.
     """
 
@@ -148,6 +178,7 @@ class Region:
     returned: list[torch.nn.Parameter] = field(default_factory=list)
     backwards: dict[Pattern, Backward] = field(default_factory=dict)
     summed: bool = False
+    inner: list[int] = field(default_factory=list)
 
     @property
     def backward(self) -> Backward | None:

@@ -6,6 +6,7 @@
 A backward that nobody has captured (a new pattern) runs eagerly: the region's inputs lie in the slot yet, so its
 forward is run again (`recompute.py`).
 """
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -13,18 +14,20 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.autograd_walk import is_seen
 from packgraph.graphs.entries import make_entry
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.output_gradients import pattern_of
-from packgraph.graphs.parameters import has_hooks
+from packgraph.graphs.parameters import are_quiet, has_hooks
 from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
-from packgraph.graphs.region import Backward, Homes, Region
+from packgraph.graphs.region import Backward, Homes, Inner, Region
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.slot import Ticket
 from packgraph.graphs.strides import copy_into
 from packgraph.plan.stages import State
 
+_VERSION = operator.attrgetter("_version")
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -63,7 +66,10 @@ def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) ->
         wanted, read = stage_inputs(region, state, homes)
         if any(output.differentiable for output in region.outputs):
             ticket.pending.add(region.number)
-            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, read, *wanted, *region.returned)
+            inner: list[Inner] = []
+            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, read, inner, *wanted, *region.returned)
+            for number in region.inner:
+                homes.note_inner(made[number], inner)
         else:
             replay_forward(region)
             made = tuple(output.static.tensor.detach() for output in region.outputs)
@@ -75,8 +81,8 @@ def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) ->
 def replay_forward(region: Region) -> None:
     """Replay the forward graph. What it writes to counts as changed, as it would by an eager call."""
     region.forward.replay()
-    if region.context.writes:
-        torch.autograd.graph.increment_version(region.context.writes)
+    if region.context.counted:
+        torch.autograd.graph.increment_version(region.context.counted)
 
 
 class _Replay(torch.autograd.Function):
@@ -84,8 +90,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, edge: torch.Tensor, region: Region, ticket: Ticket,
-                read: list[Version], *inputs: torch.Tensor) -> Any:
-        ctx.region, ctx.ticket, ctx.read = region, ticket, read
+                read: list[Version], inner: list[Inner], *inputs: torch.Tensor) -> Any:
+        ctx.region, ctx.ticket, ctx.read, ctx.inner = region, ticket, read, inner
         ctx.set_materialize_grads(False)
         ctx.draws = PastDraws(region.context.generators)
         replay_forward(region)
@@ -100,8 +106,9 @@ class _Replay(torch.autograd.Function):
         region, ticket = ctx.region, ctx.ticket
         inputs = sum(entry.differentiable for entry in region.inputs)
         if all(gradient is None for gradient in gradients):
-            return (None,) * (5 + inputs + len(region.returned))
+            return (None,) * (6 + inputs + len(region.returned))
         _refuse_second_derivatives(region)
+        _refuse_hooks_inside(region, ctx.inner)
         _check_versions(region, ctx.versions, ctx.read)
         with ticket.slots.launches:
             ticket.start_backward(region.number)
@@ -115,7 +122,7 @@ class _Replay(torch.autograd.Function):
                 region.context.gradients.learn(region.number, list(region.backwards), pattern)
         with ticket.slots.launches:
             ticket.finish_backward(region.number)
-        return None, signal, None, None, None, *results
+        return None, signal, None, None, None, None, *results
 
 
 def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: Ticket
@@ -124,7 +131,11 @@ def _replay_backward(region: Region, backward: Backward, gradients: Gradients, t
     launches = ticket.slots.launches
     # What is wanted by itself: of some tensors only, or to be seen by a hook.
     whole = region.parameters.is_whole()
-    asked = [buffer for buffer in backward.owned if not whole or has_hooks(buffer.parameter)]
+    asked: list[GradientBuffer] = []
+    if not whole or not are_quiet([buffer.parameter for buffer in backward.owned]):
+        # One that was frozen since its forward gets none, which autograd knows.
+        asked = [buffer for buffer in backward.owned
+                 if not whole or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)]
     with launches:
         if not launches.shared:
             found, results = _launch_backward(region, backward, gradients, asked)
@@ -177,6 +188,17 @@ def _refuse_second_derivatives(region: Region) -> None:
             "gradients are differentiated under packgraph.eager(...)")
 
 
+def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
+    """Raise RuntimeError when somebody has seen the gradient of an output that others were computed from: it lacked
+    what comes from those. inner: such outputs."""
+    if any(output is not None and is_seen(output, hooks) for output, hooks in ((given(), own) for given, own in inner)):
+        region.context.gradients.refuse_seen_inside()
+        raise RuntimeError(
+            f"an output of {region.name} that other outputs were computed from has a hook, or keeps its gradient "
+            "(retain_grad): a replay gives it the gradients of your own code only. Calls after this one run eagerly. "
+            "Do it during warm-up, or run such calls under packgraph.eager(...)")
+
+
 def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[Version]) -> None:
     """Raise RuntimeError when what the backward reads was changed since the forward."""
     for reference, version in inputs:
@@ -185,9 +207,13 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
             raise RuntimeError(
                 f"an argument of shape {tuple(tensor.shape)} that {region.name} reads in its backward was changed in "
                 "place between forward and backward. Write to a new tensor, or run the backward first")
-    for tensor, version in zip(region.context.reads[: region.context.read_later], versions, strict=False):
-        if tensor._version != version:
+    later, addresses = region.context.read_later, region.context.addresses
+    if list(map(_VERSION, later)) == list(versions[: len(later)]) \
+            and list(map(torch.Tensor.data_ptr, later)) == addresses:
+        return
+    for tensor, address, version in zip(later, addresses, versions, strict=False):
+        if tensor._version != version or tensor.data_ptr() != address:
             raise RuntimeError(
                 f"a parameter or buffer of shape {tuple(tensor.shape)} that {region.name} reads in its backward was "
-                "changed in place between forward and backward. Step the optimizer after the last backward, and write "
-                "to a new tensor otherwise")
+                "changed in place, or given other memory, between forward and backward. Step the optimizer after the "
+                "last backward, and write to a new tensor otherwise")

@@ -41,7 +41,7 @@ PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-DEPTH = 3  # objects within objects whose attributes are watched
+DEPTH = 8  # objects within objects whose attributes are watched
 LARGEST_BYTES = 2**20  # of an array that is compared before every call
 MOST_CONTAINERS = 20_000
 
@@ -243,7 +243,7 @@ WATCHED: tuple[Row, ...] = (
         "other objects",
         (object,),
         Treatment.ATTRIBUTES,
-        "attributes and slots are baked, to three objects deep; below that, and of objects without "
+        f"attributes and slots are baked, to {DEPTH} objects deep; below that, and of objects without "
         "attributes, "
         "identity is watched",
     ),

@@ -7,6 +7,9 @@ methods whose name occurs in code that was walked before, so what nothing calls 
 
 import enum
 import functools
+import itertools
+import os
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -61,6 +64,7 @@ _NOT_IN_CALLS = frozenset({"__repr__", "__str__", "__del__", "__reduce__", "__re
                            "__setstate__", "__init_subclass__", "__class_getitem__", "__copy__", "__deepcopy__",
                            "__setattr__", "__delattr__", "__dir__", "__sizeof__"})
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+_READ_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 _GLOBAL, _VARIABLE, _CLASS = "the global ", "the closure variable ", "the class attribute "
 
 
@@ -91,11 +95,16 @@ class Walk:
         self._names = set(CALLED_BY_MACHINERY)
         self._globals: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self._own_generators = {id(generator) for generator in global_generators()}
+        self._held_namespaces: dict[int, types.ModuleType] = {}
         self._note_module(module, Place(""))
         self._walk_code()
         self.tables += [
             names_table(namespace, names, Place(name, _GLOBAL), is_installed(name))
             for namespace, name, names in self._globals.values()
+        ]
+        self.tables += [
+            names_table(vars(module), self._names, Place(name), settled=True)
+            for name, module in self._namespaces()
         ]
 
     # ---- modules
@@ -307,6 +316,11 @@ class Walk:
             known.add(name)
             if isinstance(value, type):
                 self._note_class(value, made=True)
+            elif isinstance(value, itertools.count) and is_installed(label):
+                # Such as a lock's, which forward can reach but never calls: refused if a rehearsal moves it.
+                place = Place(f"{label}.{name}", _GLOBAL)
+                read = functools.partial(_interned, value)
+                self.tables.append(referent_table(read, value, place, (id(namespace), name)))
             elif not isinstance(value, types.ModuleType):
                 self._note(value, Place(f"{label}.{name}", _GLOBAL), (id(namespace), name), 0)
 
@@ -327,6 +341,16 @@ class Walk:
         for name in read:
             if isinstance(namespace[name], types.ModuleType):
                 self._note_namespace(namespace[name], names, above)
+            elif module is os and name in _READ_ENVIRONMENT:
+                self._note_environment()
+
+    def _note_environment(self) -> None:
+        if id(os.environ) not in self._seen:
+            self._seen[id(os.environ)] = 0
+            # What its methods decode and encode, which would take far longer to compare.
+            variables = vars(os.environ)["_data"]
+            place = Place("os.environ", "the environment ")
+            self.tables.append(contents_table(variables, place, (id(os.environ), "environ")))
 
     def _note_class(self, kind: type, made: bool = False) -> None:
         """A class and its bases. made: code may make instances of it."""
@@ -344,6 +368,14 @@ class Walk:
                 if row_of(value).treatment is not Treatment.FUNCTION:
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
 
+    def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
+        """Python modules that objects hold: code may read any name of them that it mentions at all."""
+        return [
+            (module.__name__, module)
+            for module in self._held_namespaces.values()
+            if not is_library(module.__name__)
+        ]
+
     def _walk_code(self) -> None:
         """Walk the functions that were met, then the methods that they may call, until no more
         come."""
@@ -352,6 +384,8 @@ class Walk:
             while self._pending:
                 self._walk_function(self._pending.pop())
             before = len(self._names) + len(self._classes)
+            for _, namespace in self._namespaces():
+                self._note_namespace(namespace, frozenset(self._names), set())
             for kind, made in list(self._classes.items()):
                 if is_library_class(kind):
                     continue
@@ -360,6 +394,11 @@ class Walk:
                         function = function_of(value)
                         if function is not None:
                             self._add_function(function)
+
+
+def _interned(value: Any) -> str:
+    """What a counter shows, the same object while it shows the same."""
+    return sys.intern(repr(value))
 
 
 def _way_out() -> str:
@@ -376,5 +415,7 @@ _NOTE: dict[Treatment, Callable[[Walk, Any, Place, Mark, int], None]] = {
     Treatment.REFERENT: Walk._note_referent,
     Treatment.FUNCTION: Walk._note_function,
     Treatment.CLASS: lambda walk, value, place, mark, depth: walk._note_class(value),
-    Treatment.NAMESPACE: lambda walk, value, place, mark, depth: None,
+    Treatment.NAMESPACE: lambda walk, value, place, mark, depth: walk._held_namespaces.update(
+        {id(value): value}
+    ),
 }

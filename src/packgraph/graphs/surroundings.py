@@ -6,6 +6,7 @@ tensors. Looked at before every call, so each check is one call into C.
 """
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -31,6 +32,8 @@ def reason_around() -> str | None:
         return fallback.ANOMALY
     if torch._C._len_torch_dispatch_stack() or (torch._C._len_torch_function_stack() and _function_modes()):
         return fallback.MODES
+    if parametrize._cache_enabled:
+        return fallback.CACHED
     return None
 
 

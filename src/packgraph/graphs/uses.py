@@ -4,7 +4,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs.guard import PLAIN_TENSORS, CodeWatcher, shapes_only, written_tensors
+from packgraph.graphs.guard import PLAIN_TENSORS, CodeWatcher, shapes_only, uncounted_writes, written_tensors
 
 Place = tuple[int, int]  # storage and address
 
@@ -15,6 +15,7 @@ class Uses(CodeWatcher):
     Attributes:
         reads: Tensors from outside that operations read or write, without their autograd graph, by storage and address.
         writes: Those that operations write to.
+        uncounted: The places of those whose versions do not count that.
         addresses: Where all that is written begins.
         draws: Whether an operation draws random numbers.
     """
@@ -25,6 +26,7 @@ class Uses(CodeWatcher):
         self._made = made
         self.reads: dict[Place, torch.Tensor] = {}
         self.writes: dict[Place, torch.Tensor] = {}
+        self.uncounted: set[Place] = set()
         self.addresses: set[int] = set()
         self.draws = False
 
@@ -39,9 +41,10 @@ class Uses(CodeWatcher):
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if not _is_view(func):
             self._note(self.reads, tree_leaves((args, kwargs)))
-        if func._schema.is_mutable:
-            written = written_tensors(func, args, kwargs)
+        if written := written_tensors(func, args, kwargs):
             self._note(self.writes, written)
+            self.uncounted.update((tensor.untyped_storage()._cdata, tensor.data_ptr())
+                                  for tensor in uncounted_writes(func, args, kwargs))
             self.addresses.update(tensor.data_ptr() for tensor in written if _is_strided(tensor))
         result = func(*args, **kwargs)
         inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)}
@@ -53,7 +56,10 @@ class Uses(CodeWatcher):
         for leaf in leaves:
             if not _is_strided(leaf) or (cdata := leaf.untyped_storage()._cdata) in self._made:
                 continue
-            if (place := (cdata, leaf.data_ptr())) not in found:
+            if (place := (cdata, leaf.data_ptr())) in found:
+                continue
+            found[place] = leaf
+            if leaf.requires_grad:  # below autograd, so that it has a version of its own; parameters stand for those
                 with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
                     found[place] = leaf.detach()
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
-from corpus.entry import INPUT_TWICE, WEIGHT_TWICE, Keywords, Own, add, one, one_grad
+from corpus.entry import ALIGNMENT, INPUT_TWICE, WEIGHT_TWICE, Keywords, Own, add, one, one_grad
 from torch.nn import functional
 
 GROUP = "arguments"
@@ -141,7 +141,7 @@ case("strided input", plain, lambda draw, step: (draw.rows(3, 8)[:, ::2],))
 case("expanded input", plain, lambda draw, step: (draw.rows(1, 4).expand(3, 4),))
 case("expanded input with a gradient", plain, lambda draw, step: (draw.rows(1, 4, grad=True).expand(3, 4),))
 case("overlapping input", plain, lambda draw, step: (draw.rows(8).as_strided((3, 4), (2, 1)),))
-case("view at an odd offset", plain, lambda draw, step: (draw.rows(13)[1:].view(3, 4),))
+case("view at an odd offset", plain, lambda draw, step: (draw.rows(13)[1:].view(3, 4),), documented=ALIGNMENT)
 case("the same tensor twice", two, lambda draw, step: (draw.rows(),) * 2)
 case("the same leaf twice", two, lambda draw, step: (draw.rows(grad=True),) * 2)
 case(

@@ -1,7 +1,7 @@
 """FFTs and complex numbers: conjugate and negative bits, real and imaginary views, complex weights."""
 
 import torch
-from corpus.entry import Own, add, one, one_grad
+from corpus.entry import GRADIENT_LAYOUT, Own, add, one, one_grad
 from torch import nn
 
 GROUP = "complex"
@@ -212,7 +212,7 @@ for name, make in {
     "rotary": lambda: Rotary(False),
     "rotary, conjugated": lambda: Rotary(True),
 }.items():
-    add(GROUP, name, make, one_grad)
+    add(GROUP, name, make, one_grad, documented=GRADIENT_LAYOUT)
 
 
 class _ToComplex(nn.Module):

@@ -290,6 +290,7 @@ simple(
     call=lambda m, a: _cached(m, a),
 )
 MISC = {
+    "product over a dimension": (lambda: Own(lambda m, x: m.linear(x).prod(1)), one),
     "Bilinear": (lambda: Own(lambda m, x: m.b(x, m.linear(x)), b=nn.Bilinear(4, 4, 2)), one),
     "PReLU": (lambda: Tail(nn.PReLU(4), nn.Linear(4, 4)), one),
     "softmax and log": (lambda: Tail(nn.LogSoftmax(-1), nn.Linear(4, 4)), one),

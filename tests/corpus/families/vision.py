@@ -3,7 +3,7 @@
 import math
 
 import torch
-from corpus.entry import Draw, add
+from corpus.entry import GRADIENT_LAYOUT, Draw, add
 from torch import nn
 from torch.nn import functional
 
@@ -352,7 +352,7 @@ for label, options in {
     "channels last": {"last": True},
     "not in place": {"inplace": False},
 }.items():
-    add(GROUP, f"ResNet, {label}", lambda options=options: ResNet(**options), image_grad)
+    add(GROUP, f"ResNet, {label}", lambda options=options: ResNet(**options), image_grad, documented=GRADIENT_LAYOUT)
 add(GROUP, "ResNet, sizes change", ResNet, lambda draw, step: (draw.rows(2, 3, 8 + 4 * (step % 2), 8),))
 add(
     GROUP,

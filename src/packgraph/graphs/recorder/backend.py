@@ -88,8 +88,7 @@ class _Recording(CodeWatcher):
         if func is torch.ops.aten.lift_fresh.default:  # a tensor made of numbers: each replay has one of its own
             func = torch.ops.aten.clone.default
         refuse_unsafe(func, args, kwargs, None)
-        mutates = func._schema.is_mutable
-        for tensor in written_tensors(func, args, kwargs) if mutates else ():
+        for tensor in written_tensors(func, args, kwargs):
             if tensor.untyped_storage()._cdata not in window.block_of:
                 window.journal.before_write(tensor)
         flat, spec = tree_flatten((args, kwargs))
@@ -108,7 +107,7 @@ class _Recording(CodeWatcher):
             outputs.append(window.operand(out) if kinds[-1] == "new" else None)
             if kinds[-1] == "work":
                 outputs[-1] = window.transfer(dist.Work.unbox(out))
-        if mutates or "new" in kinds or "work" in kinds:
+        if func._schema.is_mutable or "new" in kinds or "work" in kinds:
             self.nodes.append(_Node(func, operands, spec, outputs, kinds, torch.is_grad_enabled()))
         window.clock += 1
         return result
