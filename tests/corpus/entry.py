@@ -52,7 +52,8 @@ class Entry:
     arguments), instead of the plain call. backward: of (model, loss, outputs, arguments, step), instead of
     `loss.backward()`. prepare: applied to the model before its first call. observe: of the model, further values that
     must agree after each step. drive: of (model, draw, done), a loop of the entry's own instead of the three; it calls
-    done after every step with what else must agree. documented: why last bits may differ, one of DOCUMENTED.
+    done after every step with what else must agree. documented: why last bits may differ, one of
+    DOCUMENTED. slow: costs as much as thirty others.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Entry:
     observe: Callable[[Any], Any] | None = None
     drive: Callable[..., Any] | None = None
     documented: str = ""
+    slow: bool = False
     loops: Sequence[str] = ("plain", "accumulate", "rough")
 
 

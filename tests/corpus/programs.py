@@ -491,6 +491,7 @@ def _namespace() -> dict[str, Any]:
         "copy": copy,
         "checkpoint": checkpoint,
         "Parts": _parts(),
+        "__name__": "program",
         "SCALE": 1.0,
         "TABLE": {"s": 1.0},
         "AUX": [],
@@ -502,7 +503,7 @@ def _namespace() -> dict[str, Any]:
 
 def entry_of(program: Program) -> Entry:
     """The program as an entry of the corpus; every run gets names of its own."""
-    code = compile(program.text, f"<string of program {program.seed}>", "exec")
+    code = compile(program.text, "<string>", "exec")
     current: dict[str, Any] = {}
 
     def make() -> nn.Module:

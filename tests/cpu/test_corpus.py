@@ -7,23 +7,23 @@ import pytest
 from corpus import families  # noqa: F401
 from corpus.entry import ENTRIES, Entry, Own, one
 from corpus.facts import SILENT
-from corpus.loops import check, chosen, failures, numbers
-from corpus.open_holes import OPEN
+from corpus.loops import check, chosen, failures, loops_of, numbers
 
 NAMES = list(ENTRIES)
+# The warning comes when a module goes; that nothing replays is judged before.
+pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")
 
 
 @pytest.mark.parametrize("number", numbers(), ids=NAMES.__getitem__)
-def test_entry_never_differs_silently(number, request):
-    if NAMES[number] in OPEN:
-        request.applymarker(pytest.mark.xfail(reason="an open hole: docs/LOG.md says what differs", strict=True))
+def test_entry_never_differs_silently(number):
     found = failures(chosen(number))
     assert not found, "\n".join(found)
 
 
 def test_corpus_is_large_enough():
     assert len(ENTRIES) >= 300
-    assert sum(not chosen(number).drive and len(chosen(number).loops) == 3 for number in range(len(ENTRIES))) >= 300
+    whole = [number for number in numbers() if loops_of(chosen(number)) == loops_of(ENTRIES[NAMES[number]])]
+    assert len(whole) >= 300
 
 
 @pytest.mark.parametrize(("change", "silent"), [(0.0, False), (1e-3, True)])

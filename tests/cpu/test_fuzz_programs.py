@@ -12,9 +12,10 @@ from corpus.programs import Line, Program, generate, judged, smaller
 
 FIRST, COUNT = (int(os.environ.get(f"PACKGRAPH_FUZZ_{name}", value)) for name, value in (("SEED", 0), ("COUNT", 400)))
 CHUNK = 100
+# The warning comes when a module goes; that nothing replays is judged before.
+pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")
 
 
-@pytest.mark.xfail(reason="a few programs of a hundred still differ: docs/LOG.md says how", strict=False)
 @pytest.mark.parametrize("start", range(FIRST, FIRST + COUNT, CHUNK))
 def test_programs_never_differ_silently(start):
     programs = [generate(seed) for seed in range(start, min(start + CHUNK, FIRST + COUNT))]

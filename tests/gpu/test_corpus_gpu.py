@@ -1,11 +1,13 @@
-"""The corpus of hostile modules on CUDA: each is bitwise, a counted fallback with a warning, or an error."""
+"""Hostile modules and random programs on CUDA: bitwise, a counted fallback with a warning, or an error."""
 import pytest
 import torch
 from corpus import families  # noqa: F401
 from corpus.entry import ENTRIES
 from corpus.loops import chosen, failures, numbers
+from corpus.programs import generate, judged
 
-pytestmark = pytest.mark.gpu
+# The warning comes when a module goes; that nothing replays is judged before.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")]
 NAMES = list(ENTRIES)
 
 
@@ -20,3 +22,9 @@ def repeatable_kernels(monkeypatch):
 def test_entry_never_differs_silently(number):
     found = failures(chosen(number), "cuda")
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("start", range(0, 500, 100))
+def test_programs_never_differ_silently(start):
+    verdicts = {seed: judged(generate(seed), "cuda") for seed in range(start, start + 100)}
+    assert not {seed: verdict for seed, verdict in verdicts.items() if not verdict.good}

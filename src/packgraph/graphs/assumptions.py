@@ -40,7 +40,8 @@ class Difference(NamedTuple):
 DIFFERENCES = (
     Difference("an argument that the module reads twice or more and that your code reads twice or more, too",
                "autograd sums four gradients in the order in which they come; a graph hands out the sum of its own"),
-    Difference("a parameter that is used inside and outside of the module, while gradients are accumulated",
+    Difference("a parameter that is used inside and outside of the module, or by several of its calls that meet in one "
+               "backward, while gradients are accumulated",
                "the graph adds to `.grad` by itself, autograd adds the gradient from outside: `(grad + a) + b` for "
                "`grad + (a + b)`"),
     Difference("several calls of one module under one `torch.autocast` block that meet in one backward",

@@ -12,6 +12,7 @@ import packgraph
 from packgraph.graphs.errors import is_user_file
 
 _PACKGRAPH = str(Path(packgraph.__file__).parent)
+_MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _LIBRARIES = ("torch", "numpy", "triton")
 
 
@@ -80,8 +81,9 @@ def is_installed(name: str) -> bool:
 
 
 def is_library_class(kind: type) -> bool:
-    """Whether a class comes from a library or from C."""
-    return is_library(kind.__module__)
+    """Whether a class comes from a library or from C. One that code without a `__name__` has made says that it is
+    built in."""
+    return is_library(kind.__module__) and not (kind.__module__ == "builtins" and kind.__flags__ & _MADE_BY_CODE)
 
 
 CALLED_BY_MACHINERY = frozenset({"forward", "backward", "setup_context", "begin", "stages", "end"})

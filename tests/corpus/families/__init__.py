@@ -11,6 +11,7 @@ from corpus.families import (  # noqa: F401
     huggingface,
     layers,
     modes,
+    names,
     outputs,
     python_state,
     routing,

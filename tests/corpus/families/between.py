@@ -62,6 +62,12 @@ for label, change in CHANGES.items():
     between(f"{label} changes", quietly(change))
 between("input changes in place", lambda m, loss, outputs, arguments: arguments[0].add_(1.0), inputs=one)
 between("output changes in place", lambda m, loss, outputs, arguments: outputs.data.add_(1.0))
+between(
+    "output that its own gradient needs changes in place",
+    lambda m, loss, outputs, arguments: outputs.detach().mul_(2),
+    lambda: Own(lambda m, x: m.linear(x).exp()),
+    loss=lambda out: out.sum(),
+)
 between("hook on a parameter is added", lambda m, *_: m.linear.weight.register_hook(lambda g: g * 3))
 between(
     "hook on a parameter is removed",
@@ -170,6 +176,20 @@ def _forward_mode(m, arguments):
         return primal.clone(), torch.zeros_like(primal) if tangent is None else tangent.clone()
 
 
+def _weight_tangent(m, arguments):
+    with forward_ad.dual_level():
+        weight = m.linear.weight
+        del m.linear._parameters["weight"]
+        m.linear.weight = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        try:
+            primal, tangent = forward_ad.unpack_dual(m(*arguments))
+        finally:
+            del m.linear.weight
+            m.linear.register_parameter("weight", weight)
+        return primal.detach().clone(), torch.zeros_like(primal) if tangent is None else tangent.detach().clone()
+
+
+add(GROUP, "forward-mode tangent of a weight", model, one, call=_weight_tangent)
 add(GROUP, "forward-mode tangent of the input", model, one, call=_forward_mode)
 add(GROUP, "torch.func.jvp", model, one, call=lambda m, a: torch.func.jvp(m, (a[0],), (torch.ones_like(a[0]),)))
 add(GROUP, "torch.func.vjp", model, one, call=lambda m, a: _vjp(m, a[0]))

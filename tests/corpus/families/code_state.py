@@ -245,3 +245,27 @@ class _Scaler:
 
     def apply(self, x):
         return x * self.scale
+
+
+def executed(names):
+    """A module whose source was executed, in a namespace with these further names."""
+    def make():
+        namespace = {"nn": nn, "SCALE": 1.0, **names}
+        exec(SOURCE, namespace)
+        return namespace["Made"]()
+
+    return make
+
+
+SOURCE = """
+class Made(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x) * SCALE
+    def change(self):
+        globals()["SCALE"] = 2.0
+"""
+add(GROUP, "global of executed code", executed({"__name__": "made"}), mutate=lambda m: m.change())
+add(GROUP, "global of executed code that belongs to no module", executed({}), mutate=lambda m: m.change())

@@ -507,3 +507,15 @@ asked(
     lambda m, loss, outputs, arguments, step: (loss * len(tensors_in(outputs))).backward(),
     inputs=one,
 )
+asked(
+    "hook on a parameter that a partial loss leaves out",
+    lambda m, loss, outputs, arguments, step: (outputs[0] if step > 3 else outputs[0] + outputs[1]).sum().backward(),
+    lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
+    prepare=lambda m: m.other.weight.register_hook(lambda g: g * 2),
+)
+asked(
+    "two calls in one backward, accumulated",
+    lambda m, loss, outputs, arguments, step: [(m(arguments[0]) + m(arguments[0].cos())).square().sum().backward()
+                                               for _ in range(3)],
+    lambda: Own(lambda m, x: torch.tanh(m.linear(x))),
+)

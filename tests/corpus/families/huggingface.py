@@ -175,7 +175,7 @@ def case(name, make, inputs, **options):
     add(GROUP, name, make, inputs, call=options.pop("call", call), loss=total, **options)
 
 
-FEW = {"loops": ("plain",)}  # each costs as much as thirty small modules
+FEW = {"loops": ("plain",), "slow": True}
 for group, inputs in ((DECODERS, tokens), (ENCODERS, masked), (PAIRS, masked), (IMAGES, pictures)):
     for architecture, (config, options) in group.items():
         loops = {} if architecture in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM") else FEW

@@ -3,7 +3,7 @@
 import contextlib
 
 import torch
-from corpus.entry import AUTOCAST_CALLS, Own, add, one, one_grad
+from corpus.entry import AUTOCAST_CALLS, WEIGHT_TWICE, Own, add, one, one_grad
 from torch import nn
 
 GROUP = "modes"
@@ -191,6 +191,7 @@ add(
     lambda: Own(lambda m, x: m.drop(m.linear(x)), drop=nn.Dropout(0.3)),
     one,
     call=lambda m, a: _twice_alike(m, a),
+    documented=WEIGHT_TWICE,
 )
 
 

@@ -253,3 +253,27 @@ def _write(out, which, quietly=False):
     else:
         out[which].mul_(2.0)
     return tuple(part * 1.0 for part in out)
+
+
+def _first_hooked(out):
+    if out[0].requires_grad:
+        out[0].register_hook(lambda g: g * 3)
+    return out
+
+
+def _first_retained(m, out):
+    if out[0].requires_grad:
+        out[0].retain_grad()
+        m.__dict__["seen"] = out[0]
+    return out
+
+
+DEPENDENT = {"hook": lambda m, a: _first_hooked(m(*a)), "retained gradient": lambda m, a: _first_retained(m, m(*a))}
+for label, call in DEPENDENT.items():
+    case(
+        f"{label} of an output that another one depends on",
+        lambda m, x: (lambda h: (h, h.exp()))(m.linear(x)),
+        call=call,
+        loss=lambda out: out[1].square().sum(),
+        observe=lambda m: m.__dict__["seen"].grad if "seen" in m.__dict__ else None,
+    )
