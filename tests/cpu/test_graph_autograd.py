@@ -564,3 +564,35 @@ def test_the_gradient_of_an_inner_output_alone_is_an_error():
         torch.autograd.grad(first.square().sum() + second.square().sum(), second)
     first, second = eager(sample(3))
     torch.autograd.grad(first.square().sum() + second.square().sum(), second)
+
+
+class Exponential(nn.Module):
+    """Its backward reads one output, not the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return hidden.exp(), hidden * 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_writing_to_an_output_that_the_backward_reads_is_an_error(which):
+    eager, graphed = twins(Exponential)
+
+    def act(model):
+        outputs = model(sample(5))
+        loss = outputs[0].square().sum() if which else outputs[0].sum()
+        outputs[which].detach().add_(1.0)
+        loss.backward()
+
+    for model in (eager, graphed):
+        if which:
+            act(model)
+        else:
+            with pytest.raises(RuntimeError, match=r"inplace operation|an argument or output of shape .* changed in"):
+                act(model)
+    if which:
+        assert_same(gradients(eager), gradients(graphed))

@@ -267,6 +267,8 @@ class VariantBuild:
         region.context.inputs = [
             number for number, (entry, leaf) in enumerate(zip(forward.inputs, forward.leaves, strict=True))
             if entry.buffer is not None and leaf.untyped_storage()._cdata in read_inputs]
+        region.saved = [number for number, out in enumerate(forward.outputs)
+                        if out.untyped_storage()._cdata in read_inputs]
         self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
         self.origins = {key: origin for key, origin in self.origins.items() if origin.producer != index}
         self.made[index], forward.outputs, forward.leaves, forward.origins, forward.statics = [], [], [], [], []
@@ -350,7 +352,7 @@ class VariantBuild:
                 *(local_tensor(buffer.tensor) for buffer in buffers.values()), *(landing for _, landing in landings)]
         known = {tensor.untyped_storage()._cdata for tensor in ours}
         outside = {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
-        return backward, outside, {cdata for cdata, _ in uses.reads}
+        return backward, outside, uses.storages
 
     def _incoming(self, index: int, forward: _Forward, pattern: Pattern) -> dict[int, tuple[torch.Tensor, Static]]:
         """Where gradients of outputs arrive: where a later region leaves them, or in a buffer of the slot."""

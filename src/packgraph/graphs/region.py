@@ -54,6 +54,7 @@ class Home:
     alias: bool
 
 
+Version = tuple["weakref.ref[torch.Tensor]", int]  # a tensor with its version when it was read, or given away
 Inner = tuple["weakref.ref[torch.Tensor]", int]  # an output that others were computed from, and hooks of our own on it
 
 
@@ -63,6 +64,11 @@ class Homes:
     def __init__(self) -> None:
         self._homes: dict[int, Home] = {}
         self._inner: dict[int, list[Inner]] = {}
+        self._saved: dict[int, list[Version]] = {}
+
+    def note_saved(self, tensor: torch.Tensor, versions: list[Version]) -> None:
+        """`tensor` is an output that the backward reads. versions: gets those of its copies."""
+        self._saved[id(tensor)] = versions
 
     def note_inner(self, tensor: torch.Tensor, shown: list[Inner]) -> None:
         """`tensor` is an output that others were computed from. shown: gets it, and its copies."""
@@ -71,6 +77,8 @@ class Homes:
 
     def note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
         """`copy` is given away in place of `tensor`."""
+        if id(tensor) in self._saved:
+            self._saved[id(tensor)].append((weakref.ref(copy), copy._version))
         if id(tensor) in self._inner:
             self._inner[id(tensor)].append((weakref.ref(copy), 1))
             copy.register_hook(partial(_refuse_alone, tensor.grad_fn))
@@ -162,7 +170,7 @@ class Region:
     facts: what captured code could see of the state it was captured with. entries: per key of the result state, how
     to make its value. parameters: those that only this region differentiates: their gradients are added to buffers.
     returned: other parameters, whose gradients go through autograd. inner: numbers of the outputs that other outputs
-    were computed from. summed: an output's gradient comes from several
+    were computed from. saved: numbers of those that backwards read. summed: an output's gradient comes from several
     places, and autograd has to add them up.
     """
 
@@ -179,6 +187,7 @@ class Region:
     backwards: dict[Pattern, Backward] = field(default_factory=dict)
     summed: bool = False
     inner: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
 
     @property
     def backward(self) -> Backward | None:

@@ -21,7 +21,7 @@ from packgraph.graphs.output_gradients import pattern_of
 from packgraph.graphs.parameters import are_quiet, has_hooks
 from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
-from packgraph.graphs.region import Backward, Homes, Inner, Region
+from packgraph.graphs.region import Backward, Homes, Inner, Region, Version
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.slot import Ticket
 from packgraph.graphs.strides import copy_into
@@ -29,9 +29,6 @@ from packgraph.plan.stages import State
 
 _VERSION = operator.attrgetter("_version")
 Gradients = Sequence[torch.Tensor | None]
-
-
-Version = tuple["weakref.ref[torch.Tensor]", int]  # a tensor with its version when it was read
 
 
 def stage_inputs(region: Region, state: State, homes: Homes) -> tuple[list[torch.Tensor], list[Version]]:
@@ -70,6 +67,8 @@ def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) ->
             made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, read, inner, *wanted, *region.returned)
             for number in region.inner:
                 homes.note_inner(made[number], inner)
+            for number in region.saved:
+                homes.note_saved(made[number], read)
         else:
             replay_forward(region)
             made = tuple(output.static.tensor.detach() for output in region.outputs)
@@ -205,8 +204,8 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
         tensor = reference()
         if tensor is not None and tensor._version != version:
             raise RuntimeError(
-                f"an argument of shape {tuple(tensor.shape)} that {region.name} reads in its backward was changed in "
-                "place between forward and backward. Write to a new tensor, or run the backward first")
+                f"an argument or output of shape {tuple(tensor.shape)} that {region.name} reads in its backward was "
+                "changed in place between forward and backward. Write to a new tensor, or run the backward first")
     later, addresses = region.context.read_later, region.context.addresses
     if list(map(_VERSION, later)) == list(versions[: len(later)]) \
             and list(map(torch.Tensor.data_ptr, later)) == addresses:

@@ -16,6 +16,7 @@ class Uses(CodeWatcher):
         reads: Tensors from outside that operations read or write, without their autograd graph, by storage and address.
         writes: Those that operations write to.
         uncounted: The places of those whose versions do not count that.
+        storages: Of all that operations read or write, the window's own among them.
         addresses: Where all that is written begins.
         draws: Whether an operation draws random numbers.
     """
@@ -27,6 +28,7 @@ class Uses(CodeWatcher):
         self.reads: dict[Place, torch.Tensor] = {}
         self.writes: dict[Place, torch.Tensor] = {}
         self.uncounted: set[Place] = set()
+        self.storages: set[int] = set()
         self.addresses: set[int] = set()
         self.draws = False
 
@@ -40,7 +42,9 @@ class Uses(CodeWatcher):
             return func(*args, **kwargs)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if not _is_view(func):
-            self._note(self.reads, tree_leaves((args, kwargs)))
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)]
+            self.storages.update(leaf.untyped_storage()._cdata for leaf in leaves)
+            self._note(self.reads, leaves)
         if written := written_tensors(func, args, kwargs):
             self._note(self.writes, written)
             self.uncounted.update((tensor.untyped_storage()._cdata, tensor.data_ptr())
