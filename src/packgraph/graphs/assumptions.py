@@ -47,6 +47,10 @@ DIFFERENCES = (
     Difference("several calls of one module under one `torch.autocast` block that meet in one backward",
                "eager calls share the cast weights, so their gradients are summed in the lower precision; graphs cast "
                "for themselves and sum in the parameter's precision, which is more exact (0.3 % measured)"),
+    Difference("a loss that is computed in another thread than the call, from outputs of which one was computed from "
+               "another",
+               "autograd numbers operations thread by thread and goes backwards by these numbers, so eager sums the "
+               "gradients of loss and module in another order than in one thread; a graph takes the loss's sum first"),
     Difference("arguments that are slices with gaps in memory, expanded, or begin within a tensor at no multiple of 64 "
                "bytes",
                "they are copied row-major into aligned static memory, and kernels choose by layout and alignment"),
