@@ -1,4 +1,10 @@
-"""Threads on CUDA: streams of their own, autograd's one thread for all backwards, and draws beside a capture."""
+"""Threads on CUDA: streams of their own, autograd's one thread for all backwards, and draws beside a capture.
+
+`CUDAGraph.capture_begin` registers the device's default generator with every graph and puts its state into capture
+mode, which belongs to the process: until the capture ends, whoever draws from it outside of the capture gets an error.
+Captured code draws from it by operations that take no generator (fused dropout), so a private one will not do; and its
+state cannot be exchanged for the time of an operation, since other threads draw in C++ without a lock that Python has.
+"""
 import contextlib
 import random
 import threading
@@ -130,26 +136,75 @@ def dropping():
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).cuda()
 
 
-DRAWS = {"torch": lambda: torch.rand(4), "random": lambda: [random.random() for _ in range(4)],
-         "cuda": lambda: torch.rand(4, device="cuda")}
+DRAWS = {"torch": lambda generator: torch.rand(4), "random": lambda generator: [random.random() for _ in range(4)],
+         "cuda": lambda generator: torch.rand(4, device="cuda", generator=generator)}
+IN_CAPTURE_MODE = "Offset increment outside graph capture"  # what torch says; docs/assumptions.md, Threads
+
+
+def capture_ten():
+    for _ in range(10):
+        graphed = graph(dropping(), warmup=0, strict=True)
+        graphed(torch.randn(8, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(1))).sum().backward()
+        assert graphed.stats.captured == graphed.stats.replayed == 1
+
+
+def assert_no_number_twice(drawn):
+    numbers = [tuple(torch.as_tensor(found).tolist()) for found in drawn]
+    assert numbers
+    assert len(set(numbers)) == len(numbers)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_captures_beside_a_thread_that_launches_and_draws(draw):
-    """Numbers of the device's default generator are drawn by rehearsals too, by operations that take no generator."""
-    drawn = []
+    """Of the device, from a generator of its own."""
+    drawn, own = [], torch.Generator("cuda").manual_seed(7)
 
     def work():
         torch.ones(1000, device="cuda").mul_(2).sum()
-        drawn.append(DRAWS[draw]())
+        drawn.append(DRAWS[draw](own))
 
     with beside(work):
-        for _ in range(10):
-            graphed = graph(dropping(), warmup=0, strict=True)
-            graphed(torch.randn(8, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(1))).sum().backward()
-            assert graphed.stats.captured == graphed.stats.replayed == 1
-    numbers = [tuple(torch.as_tensor(found).tolist()) for found in drawn]
-    assert len(set(numbers)) == len(numbers)
+        capture_ten()
+    assert_no_number_twice(drawn)
+
+
+def test_a_draw_from_the_devices_default_generator_beside_captures_succeeds_or_is_torchs_error():
+    """Numbers of that generator are drawn by rehearsals too, by operations that take no generator."""
+    drawn, errors = [], []
+
+    def work():
+        try:
+            drawn.append(torch.rand(4, device="cuda"))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with beside(work):
+        capture_ten()
+    assert all(IN_CAPTURE_MODE in error for error in errors), set(errors)
+    assert_no_number_twice(drawn)
+
+
+def test_any_capture_of_torchs_refuses_draws_of_other_threads():
+    """Negative control, without packgraph: when this fails, torch has lifted the limit."""
+    begun, drawn, errors = threading.Event(), threading.Event(), []
+
+    def draw():
+        begun.wait(60)
+        try:
+            torch.rand(4, device="cuda")
+        except RuntimeError as error:
+            errors.append(str(error))
+        drawn.set()
+
+    torch.rand(4, device="cuda")
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+        begun.set()
+        assert drawn.wait(60)
+    assert len(errors) == 1
+    assert IN_CAPTURE_MODE in errors[0]
 
 
 def test_a_capture_leaves_all_random_states_as_they_were():

@@ -47,10 +47,10 @@ DIFFERENCES = (
     Difference("several calls of one module under one `torch.autocast` block that meet in one backward",
                "eager calls share the cast weights, so their gradients are summed in the lower precision; graphs cast "
                "for themselves and sum in the parameter's precision, which is more exact (0.3 % measured)"),
-    Difference("a loss that another thread than the forward's computes from an output that other outputs were computed "
-               "from",
-               "autograd sums by numbers that every thread counts for itself, so even eager's order of sums is another "
-               "one than in a single thread; a graph keeps that of a single thread"),
+    Difference("a loss that is computed in another thread than the call, from outputs of which one was computed from "
+               "another",
+               "autograd numbers operations thread by thread and goes backwards by these numbers, so eager sums the "
+               "gradients of loss and module in another order than in one thread; a graph takes the loss's sum first"),
     Difference("arguments that are slices with gaps in memory, expanded, or begin within a tensor at no multiple of 64 "
                "bytes",
                "they are copied row-major into aligned static memory, and kernels choose by layout and alignment"),
@@ -71,6 +71,23 @@ ERRORS = (
      "reads was changed, or it reads what it writes)", "use the same outputs in the loss during warm-up"),
 )
 
+THREADS = (
+    ("a thread draws from a CUDA device's default generator, by another module with dropout, say, while another one "
+     "captures",
+     "torch raises `Offset increment outside graph capture encountered unexpectedly` in the thread that draws: any "
+     "`torch.cuda.graph` puts the default generator into capture mode for the whole process. Let such threads draw "
+     "from a `torch.Generator` of their own, or capture before they begin (`packgraph.control(graphed).build(...)`)"),
+    ("a thread adds to the parameters' gradients without the graphed module (it calls the plain module, or has a "
+     "penalty on the weights), while another one replays",
+     "a gradient may be lost: packgraph knows of threads by their calls of the graphed module, of which eager ones "
+     "(`packgraph.eager(...)`) count, too"),
+    ("graphed modules that share parameters are trained in one thread each", "likewise: train them in one thread"),
+    ("a thread draws from a generator that a forward in another thread draws from",
+     "as in eager, the order is nobody's. A backward that nobody has captured runs the forward again: it is an error "
+     "if that cannot draw the same numbers; code under a checkpoint within and compiled code move the generator itself "
+     "meanwhile"),
+)
+
 
 def page() -> str:
     """The page, in Markdown."""
@@ -80,6 +97,9 @@ def page() -> str:
                for reason in sorted(REASONS.values(), key=lambda reason: (not reason.asked, reason.text))),
              "\n## Errors in a backward\n\n| what | why, and what to do |\n|---|---|\n",
              *(f"| {_cell(what)} | {_cell(why)} |\n" for what, why in ERRORS),
+             "\n## Threads\n\nThreads may share a graphed module: their gradients are summed as autograd sums "
+             "them.\n\n| what | what happens, and what to do |\n|---|---|\n",
+             *(f"| {_cell(what)} | {_cell(why)} |\n" for what, why in THREADS),
              "\n## Differences in the last bits\n\nEverything else is bitwise equal where kernels are "
              "deterministic.\n\n| what | why |\n|---|---|\n",
              *(f"| {_cell(known.what)} | {_cell(known.why)} |\n" for known in DIFFERENCES)]

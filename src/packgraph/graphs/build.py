@@ -288,7 +288,8 @@ class VariantBuild:
         generators = self.slot.backend.generators() if forward.uses.draws else []
         return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
                        list(reads.values()), list(first.values()), [tensor.data_ptr() for tensor in first.values()],
-                       list(writes.values()), list(counted.values()), generators)
+                       list(writes.values()), list(counted.values()), generators,
+                       compiled=self.program.compiler is not None)
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Tensors by whose versions changes are seen: parameters in place of their aliases, which count alone."""

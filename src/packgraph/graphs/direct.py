@@ -17,6 +17,7 @@ import torch
 
 from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
+from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.slot import Ticket
 
 if TYPE_CHECKING:
@@ -59,25 +60,31 @@ class Direct:
 
         steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once per block.
         """
-        asked = self.owned if ticket.slots.launches.shared else []
         with ticket.slots.launches as launches:
-            ticket.start_backward(0)
-            target = self.incoming.tensor
-            if gradient is None:
-                target.fill_(1)
-            elif gradient.data_ptr() != target.data_ptr():
-                target.copy_(gradient)
-            separate = SeparateGradients(asked)
-            known = launches.shared or (steady is not None and self.attached is steady)
-            aside = [] if known else attach(self.owned)
-            for graph in self.backwards:
-                graph.replay()
-            settle(aside)
+            if not launches.shared:
+                known = steady is not None and self.attached is steady
+                aside = [] if known else attach(self.owned)
+                self._launch_backward(gradient, ticket)
+                settle(aside)
+                self.attached = None if aside else steady
+                return
+        let_go(self.owned, launches)
+        with launches:
+            separate = SeparateGradients(self.owned)
+            self._launch_backward(gradient, ticket)
             found = separate.take()
-            self.attached = None if aside or launches.shared else steady
-            ticket.finish_backward(0)
-        if asked:
-            torch.autograd.backward([buffer.parameter for buffer in asked], found)
+        torch.autograd.backward([buffer.parameter for buffer in self.owned], found)
+
+    def _launch_backward(self, gradient: torch.Tensor | None, ticket: Ticket) -> None:
+        ticket.start_backward(0)
+        target = self.incoming.tensor
+        if gradient is None:
+            target.fill_(1)
+        elif gradient.data_ptr() != target.data_ptr():
+            target.copy_(gradient)
+        for graph in self.backwards:
+            graph.replay()
+        ticket.finish_backward(0)
 
 
 def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: Sequence[int | None]) -> Direct | None:

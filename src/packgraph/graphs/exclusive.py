@@ -44,8 +44,9 @@ one_capture = _CAPTURES.one
 class Launches:
     """Exclusive use of what the slots of a module share: memory of backwards, and gradient buffers.
 
-    shared: several threads train with the module; set by whoever notices. Within `with launches:` the current stream
-    follows the stream of the launches before: what shares memory must not overlap on the device either.
+    shared: several threads train with the module. It is set within the lock and stays: what a backward does because it
+    is not set, it does within the same `with launches:`. There the current stream follows the stream of the launches
+    before: what shares memory must not overlap on the device either.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,6 +67,11 @@ class Launches:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
                  ) -> None:
         self._lock.release()
+
+    def share(self) -> None:
+        """From now on several threads train with the module."""
+        with self:
+            self.shared = True
 
     @contextlib.contextmanager
     def during_capture(self, executes: bool) -> Iterator[None]:
@@ -132,7 +138,8 @@ class Calls:
         """A thread trains that is not the one before. One after another is as one: the first must live."""
         with self._lock:
             before, self._trainer = self._trainer, thread
-            self.shared = before is not None and any(other.ident == before for other in threading.enumerate())
+            lives = before is not None and any(other.ident == before for other in threading.enumerate())
+            self.shared = self.shared or lives
 
     def may_capture(self) -> bool:
         """Whether this thread is within `capture`."""

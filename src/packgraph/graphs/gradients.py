@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from packgraph.graphs.exclusive import Launches
 from packgraph.graphs.parameters import local_tensor
 
 _SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
@@ -71,6 +72,11 @@ class GradientBuffer:
             self.shown = self.tensor.detach()
         return grad is self.shown
 
+    def is_grad(self) -> bool:
+        """Whether the parameter's `.grad` is this memory."""
+        grad = self.parameter.grad
+        return grad is not None and (grad is self.shown or _storage_of(grad) == self._storage)
+
     def is_held(self) -> bool:
         """Whether somebody else holds the buffer. Meaningful while it is not the parameter's `.grad`."""
         # The attribute and the argument are two references; `tensor` is one use of the storage more.
@@ -87,20 +93,25 @@ class _Aside(NamedTuple):
 
 
 class GradientBuffers:
-    """The gradient buffers of a module's parameters, one each, for the life of the graphs."""
+    """The gradient buffers of a module's parameters, one each, for the life of the graphs.
 
-    def __init__(self) -> None:
+    launches: of the module; None = only one thread trains.
+    """
+
+    def __init__(self, launches: Launches | None = None) -> None:
         self._buffers: dict[int, GradientBuffer] = {}
-        self.shared = False  # several threads train: no buffer is `.grad` (shared_gradients.py)
+        self._launches = launches
 
     def all(self) -> list[GradientBuffer]:
         """The buffers."""
         return list(self._buffers.values())
 
     def buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
-        """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the first backward."""
+        """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the first backward. Where
+        several threads train, no `.grad` is a buffer (`shared_gradients.py`)."""
         if id(parameter) not in self._buffers:
-            shown = None if self.shared else parameter.grad
+            shared = self._launches is not None and self._launches.shared
+            shown = None if shared else parameter.grad
             if shown is None:
                 shown = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
             self._buffers[id(parameter)] = GradientBuffer(parameter, shown)

@@ -33,7 +33,7 @@ from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.retries import Retries, is_out_of_memory
-from packgraph.graphs.shared_gradients import share
+from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.steady import Steady
@@ -121,7 +121,7 @@ class Control:
         self.device = tensor.device if tensor is not None else torch.device("cpu")
         self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
         self._slots = Slots(self._backend, self.device, slots)
-        self._buffers_of_gradients = GradientBuffers()
+        self._buffers_of_gradients = GradientBuffers(self._slots.launches)
         self._fingerprint: ModuleState | None = None
         self._warm_calls_left = warmup
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
@@ -182,7 +182,7 @@ class Control:
         """
         with self._calls:
             if self._calls.shared and not self._slots.launches.shared:
-                share(self._buffers_of_gradients, self._slots.launches)
+                self._slots.launches.share()
             known = self._steady.recall(args, kwargs) if self._steady is not None else None
             reason = self._reason_for_eager(args, kwargs) if known is None else None
             if reason is not None:
@@ -460,9 +460,8 @@ class Control:
         if self._may_capture_now():
             self._failed = set(filter(self._retries.is_hopeless, self._failed))
         self.stats.dropped("module changed", self._slots.clear())
-        self._buffers_of_gradients = GradientBuffers()
+        self._buffers_of_gradients = GradientBuffers(self._slots.launches)
         self._output_gradients.forget()
-        self._buffers_of_gradients.shared = self._slots.launches.shared
         self._rehearsed.clear()
         self._coded.clear()
 
@@ -492,7 +491,10 @@ class Control:
             if self._retries.is_due(call.key):
                 free_unused(self.device)
             self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
-            with self._slots.launches.during_capture(self._backend.guard_device is None):
+            executes = self._backend.guard_device is None
+            if executes and self._slots.launches.shared:  # backwards of others may be adding to `.grad`
+                let_go(self._buffers_of_gradients.all(), self._slots.launches)
+            with self._slots.launches.during_capture(executes):
                 self._compile(call, args, kwargs)
                 if call.key not in self._rehearsed:
                     self._rehearsed[call.key] = rehearse(self._program, self._backend, gradients, args, kwargs)

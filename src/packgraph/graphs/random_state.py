@@ -6,7 +6,8 @@ its own wherever it can: operations get a private copy of the generator that the
 given another generator (a fused dropout, compiled code, an operation of somebody else, Python's and numpy's generators
 in an eager stage) moves the real one. That is undone only if nobody else has drawn: the state is compared before each
 of these moves with what the last one left, and at the end. Where others have drawn, the capture's numbers stay drawn:
-an order of draws between threads that no program could rely on has then skipped a few.
+an order of draws between threads that no program could rely on has then skipped a few. Forwards that are run again for
+their gradients draw in the same way (`Redraw`).
 
 Draws from Python's and numpy's global generator in captured code are refused: a graph would freeze them. Python's are
 seen in the capturing thread, before they happen. numpy's functions are none that Python can watch. So numpy's
@@ -248,6 +249,92 @@ class Draws(Watcher):
             self._mention = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
 
 
+
+class PastDraws:
+    """Where generators were before and after a replay.
+
+    Attributes:
+        generators: Those whose numbers it may have drawn.
+        before: Their states.
+        after: The same afterwards; set by `end`.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators = generators
+        self.before = [generator.get_state() for generator in generators]
+        self.after: list[torch.Tensor] = []
+
+    def end(self) -> None:
+        """The replay is done."""
+        self.after = [generator.get_state() for generator in self.generators]
+
+    def agree_with(self, states: Sequence[torch.Tensor]) -> bool:
+        """Whether a run that began at `before` and ended at `states` has drawn what the replay has. It has not where
+        another thread has drawn between."""
+        return all(torch.equal(state, before) or torch.equal(state, after)
+                   for state, before, after in zip(states, self.before, self.after, strict=True))
+
+
+class Redraw(Watcher):
+    """Draws the numbers of a replay again, from private generators where operations take one.
+
+    What takes none moves the real generator for the time of that operation alone: another thread that draws just then
+    gets numbers that were drawn before, and its draws are taken back.
+
+    Attributes:
+        missed: Whether code has looked at the state of a generator or has moved it (a checkpoint does that): it has
+            found the real one where it is now.
+    """
+
+    def __init__(self, past: PastDraws) -> None:
+        self._real = {generator._cdata: generator for generator in past.generators}  # type: ignore[attr-defined]
+        self._private: dict[int, torch.Generator] = {}
+        for (key, generator), state in zip(self._real.items(), past.before, strict=True):
+            self._private[key] = torch.Generator(generator.device)
+            self._private[key].set_state(state)
+        self._moving = self.missed = False
+
+    def builtins(self) -> Mapping[str, SeesBuiltin]:
+        """See Watcher."""
+        return dict.fromkeys(("get_state", "set_state", "get_offset", "set_offset", "manual_seed", "seed",
+                              "clone_state", "graphsafe_get_state", "graphsafe_set_state"), self._state)
+
+    def _state(self, frame: FrameType, function: Any, done: bool) -> None:
+        of = function.__self__
+        if isinstance(of, torch.Generator) and of._cdata in self._real and not self._moving:  # type: ignore[attr-defined]
+            self.missed = True
+
+    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the forward that may draw."""
+        if not operation.moves:
+            drawn = _with_generator(operation.function, args, kwargs, self._private_for)
+            if drawn is not None:
+                return drawn[0](*drawn[1], **drawn[2])
+        with self._moved():
+            return operation.function(*args, **kwargs)
+
+    def states(self) -> list[torch.Tensor]:
+        """Of the private generators."""
+        return [generator.get_state() for generator in self._private.values()]
+
+    def _private_for(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
+        generator = _default_generator(device) if generator is None else generator
+        return None if generator is None else self._private.get(generator._cdata)  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _moved(self) -> Iterator[None]:
+        """Within the block the real generators are where the private ones are."""
+        self._moving = True
+        now = {key: generator.get_state() for key, generator in self._real.items()}
+        try:
+            for key, generator in self._real.items():
+                generator.set_state(self._private[key].get_state())
+            yield
+        finally:
+            for key, generator in self._real.items():
+                self._private[key].set_state(generator.get_state())
+                generator.set_state(now[key])
+            self._moving = False
 
 
 def _alone() -> bool:

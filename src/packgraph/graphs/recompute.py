@@ -1,28 +1,32 @@
 """The gradients of a region without a captured backward: its forward is run again, eagerly, and differentiated.
 
 That equals what was replayed as long as the forward does the same again: its inputs lie in the slot until its backward
-has run, nothing that it reads has changed, and random generators are put back to where they were. What it writes to
-(the statistics of a batch norm) is put back afterwards, and then its outputs must be those of the replay, bit by bit,
-since it might have read what it writes. Whatever is not known to be so is an error.
+has run, nothing that it reads has changed, and it draws the same random numbers. What it writes to (the statistics of a
+batch norm) is put back afterwards, and then its outputs must be those of the replay, bit by bit, since it might have
+read what it writes. Whatever is not known to be so is an error.
 """
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from packgraph.graphs.entries import Passed
-from packgraph.graphs.guard import Journal
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.guard import CodeWatcher, Journal
+from packgraph.graphs.host_calls import watched_calls
+from packgraph.graphs.operations import operation_of
+from packgraph.graphs.random_state import PastDraws, Redraw
 from packgraph.graphs.region import Region, Token
 from packgraph.plan.stages import State
 
 
 def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None], versions: tuple[int, ...],
-                        random_states: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:
+                        draws: PastDraws) -> tuple[Any, list[Any]]:
     """The gradients of a region's parameters, inputs and returned parameters for these gradients of its outputs.
 
-    versions, random_states: As they were when the forward was replayed.
+    versions: As they were when the forward was replayed. draws: Of that replay.
 
     Returns:
         What autograd is to be given for the parameters' edge, and gradients of inputs and returned parameters.
@@ -30,15 +34,21 @@ def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None]
     Raises:
         RuntimeError: The forward could not be run again with the same result.
     """
-    _check(region, versions)
     leaves: dict[Token, torch.Tensor] = {}
     # Code that torch does not see the operations of may write to what it reads.
     written = [tensor for tensor in region.context.reads if not isinstance(tensor, torch.nn.Parameter)]
-    with _unwritten([*region.context.writes, *written]), _as_they_were(region.context.generators, random_states):
-        with torch.enable_grad(), region.context.calls:
-            made = _outputs(region, region.context.run(_state(region, leaves)))
-        if region.context.writes:
-            _compare(region, made)
+
+    def run() -> dict[int, torch.Tensor]:
+        with _unwritten([*region.context.writes, *written]):
+            with torch.enable_grad():
+                made = _outputs(region, region.context.run(_state(region, leaves)))
+            if region.context.writes:
+                _compare(region, made)
+            return made
+
+    with region.context.calls:  # a capture by another thread changes the module meanwhile
+        _check(region, versions)
+        made = _drawing_again(region, draws, run) if draws.generators else run()
     starts = [(made[number], gradient) for number, gradient in enumerate(gradients) if gradient is not None]
     inputs = [leaves[entry.token] for entry in region.inputs if entry.differentiable]
     parameters = region.parameters.parameters
@@ -93,16 +103,48 @@ def _unwritten(writes: Sequence[torch.Tensor]) -> Iterator[None]:
         journal.restore()
 
 
-@contextlib.contextmanager
-def _as_they_were(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> Iterator[None]:
-    now = [generator.get_state() for generator in generators]
-    try:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        yield
-    finally:
-        for generator, state in zip(generators, now, strict=True):
-            generator.set_state(state)
+class _Redrawing(CodeWatcher):
+    """Has the operations of a forward draw from `redraw`."""
+
+    def __init__(self, redraw: Redraw) -> None:
+        super().__init__()
+        self._redraw = redraw
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = operation_of(func)
+        if operation is None or not operation.may_draw:
+            return func(*args, **(kwargs or {}))
+        return self._redraw.call(operation, args, kwargs or {})
+
+
+def _drawing_again(region: Region, draws: PastDraws, run: Callable[[], dict[int, torch.Tensor]]
+                   ) -> dict[int, torch.Tensor]:
+    """What `run` returns, with the random numbers of the replay.
+
+    Other threads may draw from the same generators meanwhile: so operations draw from private ones. Left are
+    operations that take no generator, each of which moves the real ones for itself (`Redraw`); and compiled code and
+    code that looks at the state of a generator (a checkpoint), for which the real ones are moved as long as it runs. A
+    thread that draws just then gets numbers that were drawn before, and its draws are taken back. Numbers that are not
+    those of the replay, because another thread has drawn during it or now, are an error.
+    """
+    made, redraw = None, Redraw(draws)
+    if not region.context.compiled:
+        with contextlib.suppress(CaptureError), watched_calls(redraw), _Redrawing(redraw):  # a profiler is in the way
+            made = run()
+    states = redraw.states()
+    if made is None or redraw.missed:
+        now = [generator.get_state() for generator in draws.generators]
+        try:
+            for generator, state in zip(draws.generators, draws.before, strict=True):
+                generator.set_state(state)
+            made = run()
+            states = [generator.get_state() for generator in draws.generators]
+        finally:
+            for generator, state in zip(draws.generators, now, strict=True):
+                generator.set_state(state)
+    if not draws.agree_with(states):
+        raise _cannot(region, "another thread has drawn random numbers while it ran")
+    return made
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from packgraph.graphs.entries import Made, Passed
 from packgraph.graphs.gradients import GradientBuffer
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameter_hooks import expect_visits
+from packgraph.graphs.parameters import local_tensor
 from packgraph.plan.stages import State
 
 Token = tuple[Any, ...]
@@ -145,8 +146,8 @@ class Context:
     a batch norm do not. generators: those whose numbers it draws. run: its stages, eagerly, within `calls`, since
     another thread may capture the module.
     inputs: numbers of the inputs that backwards read. changed: whether facts that the graphs have baked about the
-    module hold no longer. gradients: what is known of the
-    gradients that its outputs get.
+    module hold no longer. gradients: what is known of the gradients that its outputs get. compiled: the stages run
+    compiled code.
     """
 
     run: Callable[[State], State]
@@ -160,6 +161,7 @@ class Context:
     counted: list[torch.Tensor] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
+    compiled: bool = False
 
 
 @dataclass
@@ -223,7 +225,7 @@ class ParameterEdge:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.anchor = torch.empty(0, requires_grad=True)
-        self._delivered: dict[int, list[torch.Tensor | None]] = {}
+        self._delivered: dict[int, _Delivery] = {}
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -241,12 +243,38 @@ class ParameterEdge:
     def deliver(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Hand gradients of the parameters to autograd; returns what the node has to be given."""
         before = self._delivered.get(task := torch._C._current_graph_task_id())
-        self._delivered[task] = list(gradients) if before is None else [_sum(*two) for two in zip(before, gradients)]
+        found = list(gradients)
+        if before is not None:
+            found = [_sum(*two) for two in zip(before.take(), found, strict=True)]
+        self._delivered[task] = _Delivery(found)
         return torch.empty_like(self.tensor)
 
     def is_whole(self) -> bool:
         """Whether the running backward is that of `loss.backward()`."""
         return _runs(torch.autograd.graph.get_gradient_edge(self.anchor).node)
+
+
+class _Delivery:
+    """Gradients on their way to autograd, and the stream on which they are made.
+
+    Autograd takes them to be made on the stream of the thread that calls `backward`, which may be another one.
+    """
+
+    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
+        self._gradients = gradients
+        self._device = next((g.device for g in gradients if g is not None and g.device.type == "cuda"), None)
+        self._stream = None if self._device is None else torch.cuda.current_stream(self._device)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The gradients, for the current stream."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            if current != self._stream:
+                current.wait_stream(self._stream)
+                for gradient in self._gradients:
+                    if gradient is not None:
+                        local_tensor(gradient).record_stream(current)
+        return self._gradients
 
 
 def _runs(node: Any) -> bool:
@@ -263,7 +291,7 @@ class _AllParameters(torch.autograd.Function):
     """The node of a `ParameterEdge`."""
 
     @staticmethod
-    def forward(ctx: Any, delivered: dict[int, list[torch.Tensor | None]], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, delivered: dict[int, _Delivery], *parameters: torch.Tensor) -> torch.Tensor:
         ctx.delivered, ctx.parameters = delivered, parameters
         ctx.set_materialize_grads(False)
         return torch.empty(0)
@@ -272,7 +300,7 @@ class _AllParameters(torch.autograd.Function):
     def backward(ctx: Any, signal: torch.Tensor | None) -> Any:
         gradients: Sequence[torch.Tensor | None] = [None] * len(ctx.parameters)
         if signal is not None:
-            gradients = ctx.delivered.pop(torch._C._current_graph_task_id())
+            gradients = ctx.delivered.pop(torch._C._current_graph_task_id()).take()
         expect_visits(ctx.next_functions, ctx.parameters, gradients)
         return (None, *gradients)
 

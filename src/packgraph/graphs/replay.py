@@ -20,8 +20,10 @@ from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach
 from packgraph.graphs.output_gradients import pattern_of
 from packgraph.graphs.parameter_hooks import are_expected, expect_visits
 from packgraph.graphs.parameters import are_quiet, has_hooks
+from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
 from packgraph.graphs.region import Backward, Homes, Inner, Region, Version
+from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.slot import Ticket
 from packgraph.graphs.strides import copy_into
 from packgraph.plan.stages import State
@@ -91,8 +93,9 @@ class _Replay(torch.autograd.Function):
                 read: list[Version], inner: list[Inner], *inputs: torch.Tensor) -> Any:
         ctx.region, ctx.ticket, ctx.read, ctx.inner = region, ticket, read, inner
         ctx.set_materialize_grads(False)
-        ctx.random_states = [generator.get_state() for generator in region.context.generators]
+        ctx.draws = PastDraws(region.context.generators)
         replay_forward(region)
+        ctx.draws.end()
         ctx.versions = region.versions()
         made = tuple(output.static.tensor.detach() for output in region.outputs)
         ctx.mark_non_differentiable(*[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable])
@@ -117,7 +120,7 @@ class _Replay(torch.autograd.Function):
             if backward is not None:
                 signal, results = _replay_backward(region, backward, gradients, ticket)
             else:
-                signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.random_states)
+                signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
                 region.context.gradients.learn(region.number, list(region.backwards), pattern)
         with ticket.slots.launches:
             ticket.finish_backward(region.number)
@@ -128,34 +131,48 @@ class _Replay(torch.autograd.Function):
 def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: Ticket
                      ) -> tuple[Any, list[Any]]:
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned parameters."""
-    # What is wanted by itself: of some tensors only, to be seen by a hook, or to be added beside other threads.
-    shared = ticket.slots.launches.shared or not region.parameters.is_whole()
+    launches = ticket.slots.launches
+    # What is wanted by itself: of some tensors only, or to be seen by a hook.
+    whole = region.parameters.is_whole()
     asked: list[GradientBuffer] = []
     owned = [buffer.parameter for buffer in backward.owned]
-    if shared or are_expected(owned) or not are_quiet(owned):
+    if not whole or are_expected(owned) or not are_quiet(owned):
         # One that was frozen since its forward gets none, which autograd knows.
-        asked = [buffer for buffer in backward.owned if shared or not buffer.parameter.requires_grad
+        asked = [buffer for buffer in backward.owned if not whole or not buffer.parameter.requires_grad
                  or has_hooks(buffer.parameter) or are_expected([buffer.parameter])]
+    with launches:
+        if not launches.shared:
+            found, results = _launch_backward(region, backward, gradients, asked)
+            return _delivered(region, asked, found) if asked else None, results
+    let_go(backward.owned, launches)  # all of it is to be added beside other threads
+    with launches:
+        found, results = _launch_backward(region, backward, gradients, backward.owned)
+    return _delivered(region, backward.owned, found), results
+
+
+def _launch_backward(region: Region, backward: Backward, gradients: Gradients, asked: Sequence[GradientBuffer]
+                     ) -> tuple[list[torch.Tensor], list[Any]]:
+    """Within `launches`: replay; gradients of `asked`, which are not added to `.grad`, and those of inputs and returned
+    parameters."""
+    for number, static in backward.incoming.items():
+        given, target = gradients[number], static.tensor
+        assert given is not None
+        if given.data_ptr() != target.data_ptr():
+            copy_into(target, given)
     added = backward.owned
     if asked:
         apart = set(map(id, asked))
         added = [buffer for buffer in backward.owned if id(buffer) not in apart]
-    with ticket.slots.launches:
-        for number, static in backward.incoming.items():
-            given, target = gradients[number], static.tensor
-            assert given is not None
-            if given.data_ptr() != target.data_ptr():
-                copy_into(target, given)
-        separate, aside = SeparateGradients(asked), attach(added)
-        backward.graph.replay()
-        settle(aside)
-        found = separate.take()
-        results: list[Any] = []
-        for entry, gradient in zip(region.inputs, backward.gradients, strict=True):
-            if entry.differentiable:
-                results.append(None if gradient is None else gradient.tensor if entry.lend else gradient.tensor.clone())
-        results += [None if static is None else static.tensor.clone() for static in backward.returned]
-    return _delivered(region, asked, found) if asked else None, results
+    separate, aside = SeparateGradients(asked), attach(added)
+    backward.graph.replay()
+    settle(aside)
+    found = separate.take()
+    results: list[Any] = []
+    for entry, gradient in zip(region.inputs, backward.gradients, strict=True):
+        if entry.differentiable:
+            results.append(None if gradient is None else gradient.tensor if entry.lend else gradient.tensor.clone())
+    results += [None if static is None else static.tensor.clone() for static in backward.returned]
+    return found, results
 
 
 def _delivered(region: Region, buffers: Sequence[GradientBuffer], gradients: Sequence[torch.Tensor]) -> Any:
