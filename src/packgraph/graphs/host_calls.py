@@ -24,6 +24,9 @@ from packgraph.graphs.errors import CaptureError, user_line
 # Before Python 3.13 a frame that a profile function has seen keeps a copy of its variables as they were then, and so
 # tensors that the code has let go of. Looking at a caller's variables makes that copy anew.
 _SNAPSHOTS = sys.version_info < (3, 13)
+# Python 3.12 gives a module's frame that a profile function has seen a copy of its variables after a comprehension, so
+# that `vars()[name] = value` of modules (torch._numpy) is lost: imports are not looked at.
+_BREAKS_IMPORTS = sys.version_info[:2] == (3, 12)
 _CHEAP = sys.version_info < (3, 12)  # to change the profile function: later, all code is rewritten for it
 _MACHINERY = (str(Path(__file__).parent), str(Path(torch.utils._pytree.__file__)), contextlib.__file__)
 # (calling frame, C function, whether it is done), and (frame of the function, its result, whether it is done)
@@ -91,8 +94,8 @@ def watched_calls(watcher: Watcher) -> Iterator[None]:
         yield
         done = True
     finally:
-        replaced = sys.getprofile() is not hook.see
-        _THREAD.hook, hook.told.over = before, True
+        replaced = sys.getprofile() is not (hook.see if hook.told.importing is None else None)
+        _THREAD.hook, hook.told.over, hook.told.importing = before, True, None
         _put_back(before.see if before is not None else hook.other)
         if done and hook.told.refused is not None:
             raise hook.told.refused
@@ -123,6 +126,8 @@ class Unseen:
 
     def __enter__(self) -> None:
         hook = _THREAD.hook
+        if hook is not None and hook.told.importing is not None:
+            hook.go_on()
         self._see = hook.see if _CHEAP and hook is not None and sys.getprofile() is hook.see else None
         if self._see is not None:
             sys.setprofile(None)
@@ -163,10 +168,12 @@ def _put_back(profiler: Any) -> None:
 
 @dataclass
 class _Told:
-    """What a profile function is told and tells. over: its block has ended. refused: what a watcher has raised."""
+    """What a profile function is told and tells. over: its block has ended. refused: what a watcher has raised.
+    importing: the frame of a module whose code it does not look at."""
 
     over: bool = False
     refused: CaptureError | None = None
+    importing: FrameType | None = None
 
 
 class _Hook:
@@ -175,6 +182,16 @@ class _Hook:
     def __init__(self, watchers: list[Watcher], other: Any) -> None:
         self.watchers, self.other, self.told = watchers, other, _Told()
         self.see = _profile_function(watchers, other if callable(other) else None, self.told)
+
+    def go_on(self) -> None:
+        """Look at calls again if the import that was not looked at has ended."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not self.told.importing:
+            frame = frame.f_back
+        if frame is None:
+            self.told.importing = None
+            if sys.getprofile() is None:
+                sys.setprofile(self.see)
 
 
 def _profile_function(watchers: Sequence[Watcher], other: Callable[[FrameType, str, Any], Any] | None, told: _Told
@@ -202,6 +219,10 @@ def _profile_function(watchers: Sequence[Watcher], other: Callable[[FrameType, s
             else:
                 code = frame.f_code
                 if event == "call":
+                    if _BREAKS_IMPORTS and code.co_name == "<module>":
+                        told.importing = frame
+                        sys.setprofile(None)
+                        return
                     if _SNAPSHOTS:
                         _look_again(frame.f_back, keeps)
                     for enter, known in entered:
