@@ -59,6 +59,8 @@ DIFFERENCES = (
 )
 
 ERRORS = (
+    ("precision, determinism or another global setting of torch that chooses kernels is changed between forward and "
+     "backward", "the backward was captured with the settings of the forward; put it into the same block"),
     ("`torch.autograd.grad` asks for the gradient of an output that other outputs were computed from (together with "
      "those of parameters it is not noticed: that output's gradient then lacks what comes from the others)",
      "a replay gives it the gradients of your own code only; run such calls under `packgraph.eager(...)`"),

@@ -30,6 +30,7 @@ from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import Backward, Context, Input, Output, ParameterEdge, Region, shown_facts
 from packgraph.graphs.shared_memory import refuse_shared_memory
+from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slot import Slot
 from packgraph.graphs.strides import Layout, layout_of
 from packgraph.graphs.uses import Place, Uses
@@ -251,6 +252,7 @@ class VariantBuild:
             index, self.program.describe(forward.run), forward.graph, forward.inputs, outputs, forward.facts,
             forward.entries, self._context(forward, {}),
             ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
+            kernel_settings(self.slot.backend.device_type),
             [self.aliases.parameter_of[id(a)] for a in returned])
         made = {number: out for number, out in enumerate(forward.outputs) if out.requires_grad}
         readers = readers_of_results(list(made.values()))

@@ -303,7 +303,10 @@ class _Run:
         with self._unchanged(), HostReadGuard(self.device), \
                 ObservingWatch(self.journal, self.device, self.seen, forward=False), \
                 torch.autocast(self.device_type, enabled=False):
-            torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+            found = torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+        if any(gradient is not None and gradient.layout is not torch.strided for gradient in found):
+            raise CaptureError("a backward makes a sparse gradient: its size depends on data", self.where,
+                               "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT)
         if any(parameter.grad is not None for parameter in self.parameters):
             raise CaptureError("a backward writes to the .grad of a parameter by itself: that would happen at capture "
                                "only, never at a replay", self.where, _RETURN_GRADIENT)

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any
@@ -76,16 +77,17 @@ class _State:
         self._write(self._first)
 
 
-def _torch_state(generator: torch.Generator) -> _State:
-    def read() -> bytes:
-        with _unwatched():
-            return generator.get_state().numpy().tobytes()
+def _read(generator: torch.Generator) -> bytes:
+    with _unwatched():
+        return generator.get_state().numpy().tobytes()
 
+
+def _torch_state(generator: torch.Generator) -> _State:
     def write(state: bytes) -> None:
         with _unwatched():
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    return _State(read, write, bytes.__eq__)
+    return _State(partial(_read, generator), write, bytes.__eq__)
 
 
 def _numpy_state() -> _State | None:
@@ -106,7 +108,12 @@ def _numpy_state() -> _State | None:
 
 
 class Draws(Watcher):
-    """What one capture does to random generators. generators: torch's, which captured code may draw from."""
+    """What one capture does to random generators. generators: torch's, which captured code may draw from.
+
+    Attributes:
+        bakes: Whether graphs hold numbers by their distance from where a replay begins, and no calls of the host, as
+            those of CUDA do.
+    """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = list(generators)
@@ -119,6 +126,8 @@ class Draws(Watcher):
         self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
         self.known: dict[int, Any] = {}
         self._mention: str | None = None
+        self.bakes = any(generator.device.type == "cuda" for generator in self._generators)
+        self._rewound: dict[int, tuple[torch.Generator, bytes]] = {}
 
     def builtins(self) -> Mapping[str, SeesBuiltin]:
         """See Watcher."""
@@ -136,12 +145,18 @@ class Draws(Watcher):
 
     def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the capture's code that may draw, with private random numbers."""
+        if self._rewound and self._captured and operation.draws:
+            raise _drawn_again()
         if not operation.moves:
             drawn = _with_generator(operation.function, args, kwargs, self._private_for)
             if drawn is not None:
                 return drawn[0](*drawn[1], **drawn[2])
         with self._moving(self._torch):
-            return operation.function(*args, **kwargs)
+            before = [_read(generator) for generator, _ in self._rewound.values()]
+            result = operation.function(*args, **kwargs)
+            if self._captured and before != [_read(generator) for generator, _ in self._rewound.values()]:
+                raise _drawn_again()
+        return result
 
     def _private_for(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
         """The capture's own copy of a generator, the default one of the device if None; None if there is none."""
@@ -189,6 +204,10 @@ class Draws(Watcher):
             raise _frozen("random or numpy.random", self._mention or where)
         if alone and self._seeds != [generator.initial_seed() for generator in self._generators]:
             raise _seeded(where)
+        for generator, state in self._rewound.values():
+            if (alone or generator.device.type == "cuda") and _read(generator) != state:
+                raise CaptureError("captured code sets the state of a random generator and leaves it so: a replay "
+                                   "would not", where, "set it outside of the call")
 
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
@@ -227,6 +246,8 @@ class Draws(Watcher):
                               for other in torch.cuda.default_generators)
         if self._captured and shared and function.__name__ in ("manual_seed", "seed") and self._is_asked_for(frame):
             raise _seeded(user_line(frame))
+        if known and self._captured and self.bakes and not done and key not in self._rewound:
+            self._rewound[key] = function.__self__, _read(function.__self__)
         for state in known:
             state.note() if done else state.look()
 
@@ -358,6 +379,12 @@ def _first_file(frame: FrameType | None) -> str:
 def _frozen(what: str, where: str) -> CaptureError:
     return CaptureError(f"the module draws random numbers on the host ({what}): a graph would freeze them", where,
                         _DRAW_OUTSIDE)
+
+
+def _drawn_again() -> CaptureError:
+    return CaptureError("random numbers are drawn after captured code has set the state of a generator, as a "
+                        "checkpoint does to compute dropout again: a replay would draw other ones", user_line(),
+                        "leave dropout outside of the checkpoint, or the checkpoint outside of the captured stages")
 
 
 def _seeded(where: str) -> CaptureError:

@@ -170,7 +170,8 @@ class Region:
 
     facts: what captured code could see of the state it was captured with. entries: per key of the result state, how
     to make its value. parameters: those that only this region differentiates: their gradients are added to buffers.
-    returned: other parameters, whose gradients go through autograd. inner: numbers of the outputs that other outputs
+    returned: other parameters, whose gradients go through autograd. settings: of torch, by
+    which kernels compute, at capture. inner: numbers of the outputs that other outputs
     were computed from. saved: numbers of those that backwards read. summed: an output's gradient comes from several
     places, and autograd has to add them up.
     """
@@ -184,6 +185,7 @@ class Region:
     entries: dict[str, Passed | Made]
     context: Context
     parameters: "ParameterEdge"
+    settings: tuple[Any, ...]
     returned: list[torch.nn.Parameter] = field(default_factory=list)
     backwards: dict[Pattern, Backward] = field(default_factory=dict)
     summed: bool = False

@@ -24,6 +24,7 @@ from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
 from packgraph.graphs.region import Backward, Homes, Inner, Region, Version
 from packgraph.graphs.shared_gradients import let_go
+from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slot import Ticket
 from packgraph.graphs.strides import copy_into
 from packgraph.plan.stages import State
@@ -111,6 +112,7 @@ class _Replay(torch.autograd.Function):
             return (None,) * (6 + inputs + len(region.returned))
         _refuse_second_derivatives(region)
         _refuse_hooks_inside(region, ctx.inner)
+        _check_settings(region)
         _check_versions(region, ctx.versions, ctx.read)
         with ticket.slots.launches:
             ticket.start_backward(region.number)
@@ -201,6 +203,15 @@ def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
             f"an output of {region.name} that other outputs were computed from has a hook, or keeps its gradient "
             "(retain_grad): a replay gives it the gradients of your own code only. Calls after this one run eagerly. "
             "Do it during warm-up, or run such calls under packgraph.eager(...)")
+
+
+def _check_settings(region: Region) -> None:
+    """Raise RuntimeError when torch's settings are not those under which the backward was captured."""
+    if kernel_settings(region.settings[0]) != region.settings:
+        raise RuntimeError(
+            "precision, determinism or another global setting of torch was changed between forward and backward of "
+            f"{region.name}: its backward was captured with those of the forward. Run the backward with them, too, or "
+            "such calls under packgraph.eager(...)")
 
 
 def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[Version]) -> None:

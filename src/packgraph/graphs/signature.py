@@ -44,15 +44,32 @@ class Signature:
     nbytes: int
 
 
+def kernel_settings(device_type: str) -> tuple[Any, ...]:
+    """The device's type, and global settings by which kernels of forwards and backwards compute otherwise."""
+    backend = "mkldnn" if device_type == "cpu" else "cuda"
+    # torch.get_float32_matmul_precision raises an error where a user has set the precision of one backend.
+    found: list[Any] = [device_type, torch.are_deterministic_algorithms_enabled()]
+    found += [torch._C._get_fp32_precision_getter(backend, operation) for operation in ("matmul", "conv", "rnn")]
+    if device_type == "cuda":
+        found += [getter() for getter in _OF_CUDA]
+    return tuple(found)
+
+
+_OF_CUDA = (torch._C._get_cudnn_benchmark, torch._C._get_cudnn_deterministic,
+            torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+            torch._C._get_cublas_allow_bf16_reduced_precision_reduction, torch._C._get_cublas_allow_fp16_accumulation)
+
+
 def modes(device_type: str) -> tuple[Any, ...]:
     """Global settings that change which kernels run."""
     autocast = torch.is_autocast_enabled(device_type)
     return (
         torch.get_autocast_dtype(device_type) if autocast else None,
         autocast and torch.is_autocast_cache_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        kernel_settings(device_type),
         torch.get_default_dtype(),
+        torch.backends.cudnn.enabled,
+        torch.backends.cuda.cudnn_sdp_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),

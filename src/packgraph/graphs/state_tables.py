@@ -205,9 +205,20 @@ def class_table(kind: type, place: Place, methods_only: bool) -> Table:
     """The attributes of one class, without what Python itself keeps there. methods_only: of a
     library's class."""
     read = partial(_class_entries, kind, methods_only)
-    behind = next(found for found in gc.get_referents(vars(kind)) if type(found) is dict)
+    # Of ctypes it is a subclass of dict.
+    behind = next((found for found in gc.get_referents(vars(kind)) if isinstance(found, dict)), None)
+    form = Form.CALL if behind is None else Form.DICT
     return Table(
-        kind, Form.DICT, read, read(), place, "an attribute of", None, ordered=False, behind=behind
+        kind,
+        form,
+        read,
+        read(),
+        place,
+        "an attribute of",
+        None,
+        ordered=False,
+        quick=partial(_flat, read),
+        behind=behind,
     )
 
 

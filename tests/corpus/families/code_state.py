@@ -1,5 +1,6 @@
 """State that forward's code reaches by itself: globals, closures, classes, defaults, functions that are exchanged."""
 
+import ctypes
 import functools
 import os
 import types
@@ -23,7 +24,7 @@ def reset():
     TABLE["scale"] = 1.0
     ITEMS[:] = [1.0]
     MASK[:] = [torch.ones(4)]
-    SETTINGS.scale = SETTINGS.deep.scale = 1.0
+    SETTINGS.scale = SETTINGS.deep.scale = Record.scale = 1.0
     Classy.scale = Base.inherited = 1.0
     Classy.table = {"scale": 1.0}
     defaults.__defaults__ = (1.0,)
@@ -269,3 +270,13 @@ class Made(nn.Module):
 """
 add(GROUP, "global of executed code", executed({"__name__": "made"}), mutate=lambda m: m.change())
 add(GROUP, "global of executed code that belongs to no module", executed({}), mutate=lambda m: m.change())
+
+
+class Record(ctypes.Structure):
+    """A class whose dictionary is of a kind of its own."""
+
+    _fields_ = (("value", ctypes.c_int),)
+    scale = 1.0
+
+
+case("attribute of a class of ctypes", lambda m, x: m.linear(x) * Record.scale, lambda m: setattr(Record, "scale", 2.0))

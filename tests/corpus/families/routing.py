@@ -1,7 +1,7 @@
 """Routing of tokens to experts, in the ways that people write it, and other gathers and scatters."""
 
 import torch
-from corpus.entry import Draw, add
+from corpus.entry import GRADIENT_LAYOUT, Draw, add
 from torch import nn
 from torch.nn import functional
 
@@ -94,8 +94,14 @@ class Experts(nn.Module):
 
 
 for form in ("mask", "where", "host", "bmm", "grouped", "padded"):
-    add(GROUP, f"experts by {form}", lambda form=form: Experts(form), tokens)
-    add(GROUP, f"experts by {form}, one each, noise", lambda form=form: Experts(form, k=1, noise=True), tokens)
+    add(GROUP, f"experts by {form}", lambda form=form: Experts(form), tokens, documented=GRADIENT_LAYOUT)
+    add(
+        GROUP,
+        f"experts by {form}, one each, noise",
+        lambda form=form: Experts(form, k=1, noise=True),
+        tokens,
+        documented=GRADIENT_LAYOUT,
+    )
 add(
     GROUP,
     "balance on an attribute",
@@ -110,9 +116,11 @@ add(
     tokens,
     backward=lambda m, loss, outputs, arguments, step: outputs[0].square().sum().backward(),
 )
-add(GROUP, "balance without a loss", lambda: Experts("bmm", balance="nothing"), tokens)
+add(GROUP, "balance without a loss", lambda: Experts("bmm", balance="nothing"), tokens,
+    documented=GRADIENT_LAYOUT)
 add(GROUP, "offset learned without gradients", lambda: Experts("grouped", bias=True), tokens)
-add(GROUP, "k changes", lambda: Experts("bmm", k=1), tokens, mutate=lambda m: setattr(m, "k", 2))
+add(GROUP, "k changes", lambda: Experts("bmm", k=1), tokens, mutate=lambda m: setattr(m, "k", 2),
+    documented=GRADIENT_LAYOUT)
 add(GROUP, "an expert is frozen", lambda: Experts("mask"), tokens, mutate=lambda m: m.experts[0].requires_grad_(False))
 add(
     GROUP,

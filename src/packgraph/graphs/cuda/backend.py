@@ -243,10 +243,12 @@ class CudaBackend:
         """Run once on the capture stream: library handles, workspaces and compiled kernels come to life here."""
         self.workspaces.ensure()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        torch.cuda.synchronize(self.device)
+        try:
+            with torch.cuda.stream(self.stream):
+                run()
+        finally:  # what was written to is put back on the current stream, after an error, too
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
     def watching_host(self, step: Callable[[Callable[[], Any]], None]) -> contextlib.AbstractContextManager[None]:
