@@ -19,8 +19,11 @@ AUTOCAST_CALLS = "autocast calls in one backward do not share the casts of weigh
 ALIGNMENT = "arguments are copied row-major into aligned memory, and kernels choose by layout and alignment"
 GRADIENT_LAYOUT = "gradients that autograd.grad returns for parameters have the memory layout of the parameter"
 LOSS_IN_A_THREAD = "a loss of another thread is summed by other sequence numbers, even without graphs"
+INFINITE = "an infinite gradient of a complex parameter becomes NaN where it is added to a buffer"
+SAVED_UNREAD = "eager raises for tensors that autograd has saved, even if their values are not needed"
 DOCUMENTED = {INPUT_TWICE: 1e-4, WEIGHT_TWICE: 1e-4, AUTOCAST_CALLS: 2e-2, ALIGNMENT: 1e-4,
-              GRADIENT_LAYOUT: 1e-4, LOSS_IN_A_THREAD: 1e-4}  # each with the share that it may make
+              GRADIENT_LAYOUT: 1e-4, LOSS_IN_A_THREAD: 1e-4,
+              INFINITE: 0.0, SAVED_UNREAD: 0.0}  # each with the share that it may make
 
 
 class Draw:

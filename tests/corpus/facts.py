@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from corpus.entry import DOCUMENTED as TOLERANCES
-from corpus.entry import leaves
+from corpus.entry import INFINITE, SAVED_UNREAD, leaves
 from torch import Tensor
 
 BITWISE, FALLBACK, ERROR, DOCUMENTED = "bitwise", "fallback", "error", "documented"
@@ -149,9 +149,13 @@ def first_difference(mine: list[dict[str, Any]], other: list[dict[str, Any]]) ->
 def judge(eager: Run, graphs: Run, documented: str = "") -> Verdict:
     """The verdict on a run through graphs, by the run without. documented: why last bits may differ, if they may."""
     found = first_difference(eager.trace, graphs.trace)
+    if documented == INFINITE and found is not None and "gradient of z" in found[0] and "not finite" in found[0]:
+        return Verdict(DOCUMENTED, found[0])
     if found is not None and found[1] > TOLERANCES.get(documented, 0.0):
         return Verdict(SILENT if found[1] > LAST_BITS_LIMIT else LAST_BITS, found[0])
     if eager.error is not None and (graphs.error is None or len(graphs.trace) > len(eager.trace)):
+        if documented == SAVED_UNREAD and "modified by an inplace operation" in str(eager.error):
+            return Verdict(DOCUMENTED, SAVED_UNREAD)
         return Verdict(SILENT, f"eager raised {type(eager.error).__name__}: {str(eager.error)[:120]}; graphs did not")
     if graphs.error is not None:
         line = f"{type(graphs.error).__name__}: {graphs.error}"

@@ -12,7 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from corpus.entry import LOSS_IN_A_THREAD, WEIGHT_TWICE, WIDTH, Draw, Entry, one, scalar, trained
+from corpus.entry import (
+    INFINITE,
+    LOSS_IN_A_THREAD,
+    SAVED_UNREAD,
+    WEIGHT_TWICE,
+    WIDTH,
+    Draw,
+    Entry,
+    one,
+    scalar,
+    trained,
+)
 from corpus.facts import ANY_ERROR, Verdict
 from corpus.loops import check
 from torch import Tensor, nn
@@ -518,6 +529,10 @@ def entry_of(program: Program) -> Entry:
     documented = WEIGHT_TWICE if "self.weight" in program.returned else ""
     if any("in_thread" in line for line in program.loop):
         documented = LOSS_IN_A_THREAD
+    elif any("written(" in line for line in program.loop) and "torch.complex(" in program.text:
+        documented = SAVED_UNREAD
+    elif "self.z" in program.text and not documented:
+        documented = INFINITE
     return Entry(f"program {program.seed}", "programs", make, one, drive=drive, documented=documented)
 
 

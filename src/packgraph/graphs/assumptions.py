@@ -54,6 +54,9 @@ DIFFERENCES = (
     Difference("arguments that are slices with gaps in memory, expanded, or begin within a tensor at no multiple of 64 "
                "bytes",
                "they are copied row-major into aligned static memory, and kernels choose by layout and alignment"),
+    Difference("an infinite gradient of a complex parameter whose `.grad` is None",
+               "it is added to a buffer of zeros, and torch multiplies by 1 + 0i before it adds: 0 * inf is NaN; eager "
+               "does so from the second gradient on"),
     Difference("the memory layout of gradients that `torch.autograd.grad` returns for parameters",
                "it is that of the parameter, as `.grad` has it; eager hands out what the last kernel has made"),
 )
@@ -67,6 +70,8 @@ ERRORS = (
     ("a second backward through one call (`retain_graph=True`)",
      "its saved activations are gone; add the losses first"),
     ("`create_graph=True`", "a captured backward has no graph of its own; seen in warm-up, calls run eagerly instead"),
+    ("an output that the backward reads is changed in place between forward and backward", "as in eager, which also "
+     "raises for tensors that autograd has saved without a need for their values (both parts of `torch.complex`)"),
     ("a parameter, buffer or argument that the backward reads is changed in place between forward and backward",
      "as in eager; step the optimizer after the last backward"),
     ("another set of outputs gets gradients than was ever seen, and the forward cannot be run again for it (what it "
