@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from packgraph.train.metrics import METRICS
 from packgraph.train.options import TrainConfig
 from packgraph.train.run_files import writing
 
+PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -31,6 +33,7 @@ FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard", "offload")
 # What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
 # Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
 FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_every", "run.checkpoint_every",
+                  "run.max_minutes",
                   "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
                   "graph.memory_budget",
                   "graph.strict", "graph.scope", "graph.granularity", "graph.optimizer", "graph.autotune", "data.path",
@@ -68,6 +71,20 @@ def choose_folder(config: TrainConfig) -> Path:
     if not number or not _was_given_up(taken[number]):
         number += 1
     return parent / (config.preset if number == 1 else f"{config.preset}-{number}")
+
+
+def can_go_on(config: TrainConfig) -> bool:
+    """Whether there is a checkpoint that a run under `--resume auto` goes on from.
+
+    Waits for a process that is still writing the run, for the time that a process which was told to stop may take.
+    """
+    parent, name = Path(config.run.folder), config.run.name
+    taken = _numbered(parent, config.preset) if name is None else {}
+    folder = taken[max(taken)] if taken else parent / (name or config.preset)
+    end = time.monotonic() + PATIENCE
+    while is_running(folder) and time.monotonic() < end:
+        time.sleep(0.2)
+    return has_checkpoint(folder)
 
 
 def _folder_to_resume(parent: Path, name: str | None, preset: str) -> Path:
