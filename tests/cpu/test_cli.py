@@ -18,6 +18,7 @@ import pytest
 
 import packgraph.train
 from packgraph import cli
+from packgraph.train import launch
 from packgraph.train.command_line import all_options
 from packgraph.train.presets import PRESETS, preset
 from packgraph.train.run_folder import can_go_on, claimed
@@ -348,3 +349,24 @@ def test_a_signal_at_the_last_step_is_no_interruption() -> None:
     assert request and request.exit_code() == 138
     late = StopRequest(max_minutes=1e-9)
     assert late and late.exit_code() == 75
+
+
+@pytest.mark.parametrize("name", [["--run.name", "mine"], []])
+def test_a_run_that_was_made_meanwhile_is_not_destroyed(
+        name: list[str], tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prepare = tmp_path / "runs" / (name[1] if name else "qwen3-tiny"), launch.prepare
+
+    def slowly(*arguments: Any) -> Any:
+        (folder / "checkpoints" / "step-00000009").mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+        return prepare(*arguments)
+
+    monkeypatch.setattr(launch, "prepare", slowly)
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3", "--graph.enabled", "false", *name]
+    assert cli.main(words) == (2 if name else 0)
+    text = capsys.readouterr().err
+    assert ("was made by another process meanwhile" in text) == bool(name)
+    assert (folder / "summary.json").read_text() == "{}" and sorted(p.name for p in folder.iterdir()) == [
+        ".claim", "checkpoints", "summary.json"]
+    assert name or (tmp_path / "runs" / "qwen3-tiny-2" / "summary.json").exists()

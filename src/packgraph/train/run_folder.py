@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,33 @@ def has_checkpoint(folder: Path) -> bool:
 
 def _was_given_up(folder: Path) -> bool:
     """Whether a folder holds nothing but the files of a run that ended before its first checkpoint."""
-    if not folder.is_dir() or is_running(folder) or has_checkpoint(folder):
-        return False
-    return all(path.name in FILES or path.suffix == ".tmp" for path in folder.iterdir())
+    return folder.is_dir() and not is_running(folder) and _is_free(folder)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether there is nothing in a run's folder that another run would destroy."""
+    return not has_checkpoint(folder) and all(path.name in FILES or path.suffix == ".tmp" for path in folder.iterdir())
+
+
+def take_folder(folder: Path, config: TrainConfig, held: ExitStack) -> Path:
+    """Claim `folder`, which `choose_folder` has chosen, for as long as `held` is open. Returns what was claimed.
+
+    Between choosing and claiming lie reading of data and meeting of processes, and another run may have been made there
+    meanwhile: so it is looked at again under the claim. A run without a name takes the next free number then. Raises
+    ConfigError and RunFileError.
+    """
+    while True:
+        try:
+            with ExitStack() as attempt:
+                attempt.enter_context(claimed(folder))
+                if not config.run.resume and not _is_free(folder):
+                    raise ConfigError([f"{folder} was made by another process meanwhile; choose another --run.name"])
+                held.enter_context(attempt.pop_all())
+                return folder
+        except ConfigError:
+            if config.run.name is not None or config.run.resume:
+                raise
+        folder = choose_folder(config)
 
 
 def is_running(folder: Path) -> bool:

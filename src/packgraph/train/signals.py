@@ -1,6 +1,6 @@
 """Signals and time limits: finish the step, save, then stop with an exit code that a scheduler understands.
 
-    SIGINT (Ctrl-C)      130     second time: at once
+    SIGINT (Ctrl-C)      130     after any signal: at once
     SIGTERM              143     the end of a job
     SIGUSR1, SIGXCPU     138, 152     a job's time is nearly over (Slurm's --signal=USR1@120)
     SIGHUP               129     the terminal is gone
@@ -49,7 +49,7 @@ class StopRequest:
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
         """Signal handler."""
-        if self.code == 128 + signal.SIGINT and number == signal.SIGINT:
+        if self.reason and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.reason, self.code = signal.Signals(number).name, 128 + number
 
