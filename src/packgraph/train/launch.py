@@ -30,6 +30,7 @@ from packgraph.train.offloading import Offloading
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_folder import check_same_run, choose_folder, claimed
+from packgraph.train.shared_folder import begin_in
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import Trainer
 
@@ -119,6 +120,7 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
     with processes(config.parallel.layout(), device, launch) as mesh, \
             claimed(folder) if launch.rank == 0 else contextlib.nullcontext(), \
             ProgressView(config.run.steps, config.run.log_every, console) as view, stop_on_signals() as stop:
+        begin_in(folder, mesh)
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
         for note in prepared.notes:
