@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results
 from packgraph.graphs.backend import Graph, Static, Window
+from packgraph.graphs.calls import Calls
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.entries import Made, Passed, describe_entries, make_entry, owned_aliases
@@ -96,17 +97,19 @@ class VariantBuild:
 
     calls: entered around eager runs of the module. program: what is run, watched; plain: the same, unwatched. lends:
     gradients of the call's inputs are handed out as static memory. written: tensors from outside that captured forwards
-    write to, as far as the window does not see that itself. constants: those of the rehearsal.
+    write to, as far as the window does not see that itself. constants, rehearsed: what the rehearsal made of numbers,
+    and what it called.
     """
 
     def __init__(self, program: Program, plain: Program, slot: Slot, window: Window, aliases: Aliases,
                  buffers: GradientBuffers, gradients: KeyGradients, changed: Callable[[], object],
                  calls: AbstractContextManager[object], journal: Journal, lends: bool,
-                 written: Sequence[torch.Tensor], constants: Constants) -> None:
+                 written: Sequence[torch.Tensor], constants: Constants, rehearsed: Calls) -> None:
         self.program, self.plain, self.slot, self.window, self.aliases = program, plain, slot, window, aliases
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
         self.lends, self.written, self.constants = lends, written, constants
+        self.called, self.rehearsed = Calls(), rehearsed
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
         self.alive: list[torch.Tensor] = []
@@ -131,6 +134,7 @@ class VariantBuild:
                 self.journal.before_write(memory)
         for index, run in enumerate(self.program.runs):
             state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
+        self._refuse_another_way()
         ends = []
         result = self.program.end(state)
         check_outputs(result)
@@ -182,7 +186,7 @@ class VariantBuild:
         versions = [leaf._version for leaf in leaves]
         torch.clear_autocast_cache()
         with torch.enable_grad():
-            uses = Uses(self.storages)
+            uses = Uses(self.storages, self.called)
             graph, (result, aliases) = self.window.capture(lambda: self._run_captured(run, shown, leaves, uses))
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
@@ -195,11 +199,19 @@ class VariantBuild:
             self.origins[id(tensor)] = _Origin(tensor, index, number)
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
 
+    def _refuse_another_way(self) -> None:
+        """Raise CaptureError where forwards have called other operations than in the rehearsal. Compiled code cannot,
+        and has its inputs laid out anew there."""
+        different = self.called.difference_of_capture(self.rehearsed)
+        if different is not None and self.program.compiler is None:
+            raise different
+
     def _run_captured(self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
                       ) -> tuple[State, dict[int, torch.Tensor]]:
         """What a forward graph holds."""
         with uses, self.constants.handing_out():
             result = self.program.run(run, shown)
+            uses.calls = None
             return result, owned_aliases(result, leaves)
 
     def _static_inputs(self, state: State) -> tuple[State, list[Input], list[torch.Tensor], list[_Origin]]:

@@ -24,6 +24,7 @@ from packgraph.graphs.build import (
     numbers_of_tensors,
     refuse_changed_inputs,
 )
+from packgraph.graphs.calls import Calls
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
@@ -41,9 +42,9 @@ from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.slot import Slot
 from packgraph.plan.memory.bank import Lifetime
 
+_RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
 # where it expected a number raises one of the others. Anything else is not ours to interpret.
-_RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
@@ -89,11 +90,13 @@ class Rehearsal(NamedTuple):
     """What captured code uses that was there before. read: tensors; whoever keeps the graphs must keep them, since a
     graph knows only their addresses. written: those that forwards write to, and buffers among them. Both are empty
     where the backend needs no warm-up (it sees and keeps all itself). constants: tensors that forwards make of numbers.
+    calls: the operations of forwards.
     """
 
     read: list[torch.Tensor]
     written: list[torch.Tensor]
     constants: Constants
+    calls: Calls
     has_host_steps: bool = False
 
 
@@ -118,7 +121,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
             build = VariantBuild(watched, program, slot, window, aliases, buffers, gradients, changed, calls,
                                  journal, lends,
-                                 rehearsal.written, rehearsal.constants)
+                                 rehearsal.written, rehearsal.constants, rehearsal.calls)
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
@@ -158,7 +161,7 @@ def _compared(program: Program, backend: Backend, gradients: KeyGradients,
             rehearsal = _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
         seen.check_gone()
         if seen.has_called_as(before):
-            used = rehearsal if backend.guard_device else Rehearsal([], [], rehearsal.constants)
+            used = rehearsal if backend.guard_device else Rehearsal([], [], rehearsal.constants, rehearsal.calls)
             return used._replace(has_host_steps=bool(steps))
     raise seen.difference(before)
 
@@ -242,7 +245,7 @@ class _Run:
             while self.ends:
                 self._backward(*self.ends.pop())
         return Rehearsal([tensor.detach() for tensor in self.read.values()],
-                         [tensor.detach() for tensor in self.written.values()], self.seen.constants)
+                         [tensor.detach() for tensor in self.written.values()], self.seen.constants, self.seen.calls)
 
     def _know(self, tensors: list[torch.Tensor]) -> None:
         self.known |= {id(tensor): tensor for tensor in tensors}
