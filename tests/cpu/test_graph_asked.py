@@ -9,6 +9,8 @@ from statekit import One
 from packgraph.graphs.cuda import status
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.recorder.backend import RecorderBackend
+from packgraph.graphs.state_kinds import assume_constant
 
 
 def is_in_a_capture():
@@ -44,6 +46,23 @@ def test_a_capture_that_goes_another_way_than_the_rehearsal_is_refused(function)
     with pytest.warns(UserWarning, match="it may ask whether it is captured"):
         assert torch.equal(graphed(x), module(x))
     assert graphed.stats.captured == 0
+
+
+def test_code_that_asks_for_its_stream_is_refused(monkeypatch):
+    """Captures have a stream of their own, and so has the first rehearsal; another one is on that of the call."""
+    stream, warm_up = ["of calls"], RecorderBackend.warm_up
+
+    def with_stream(backend, run, as_called=False):
+        stream[0] = "of calls" if as_called else "of captures"
+        warm_up(backend, run, as_called)
+        stream[0] = "of calls"
+
+    def of_the_stream(module, x):
+        return module.linear(x) * (1.0 if next(iter(assume_constant(stream))) == "of calls" else 2.0)
+
+    monkeypatch.setattr(RecorderBackend, "warm_up", with_stream)
+    with pytest.raises(CaptureError, match="two runs of forward with the same arguments gave aten"):
+        graph(One(of_the_stream), warmup=0, strict=True)(torch.randn(3, 4))
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def as_on_cuda(monkeypatch):
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(("make", "what"), [
     (lambda: Checkpointed(0.5), "random numbers are drawn after captured code has set the state"),
-    (Setting, "captured code sets the state of a random generator and leaves it so")])
+    (Setting, "captured code sets the state of a random generator: a replay")])
 def test_numbers_that_a_replay_would_draw_otherwise_are_refused(make, what):
     with pytest.raises(CaptureError, match=what):
         graph(make(), warmup=0, strict=True)(sample(0))
@@ -73,12 +73,20 @@ def test_numbers_that_a_replay_would_draw_otherwise_are_refused(make, what):
 
 
 @pytest.mark.usefixtures("as_on_cuda")
+def test_a_state_that_is_set_is_refused_where_it_happens_to_be_the_present_one():
+    module = Setting()
+    torch.set_rng_state(module.state)
+    with pytest.raises(CaptureError, match="captured code sets the state of a random generator"):
+        graph(module, warmup=0, strict=True)(sample(0))
+
+
+@pytest.mark.usefixtures("as_on_cuda")
 def test_a_state_that_is_set_is_refused_beside_other_threads_too():
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        with pytest.raises(CaptureError, match="captured code sets the state of a random generator and leaves it so"):
+        with pytest.raises(CaptureError, match="captured code sets the state of a random generator"):
             graph(Setting(), warmup=0, strict=True)(sample(0))
     finally:
         done.set()

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, MethodType
@@ -38,6 +37,7 @@ _DRAW_OUTSIDE = "draw them with torch, or pass them in"
 _PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo/convert_frame", "_functorch",
                                                                        "_inductor"))
+_TORCH = str(Path(torch.__file__).parent)
 _PATIENCE = 0.03  # seconds, in which a thread that waits for the interpreter gets it
 _QUIET = ("torch/_inductor/", "torch/utils/data/_utils/pin_memory.py", "tqdm/_monitor.py", "event_file_writer.py")
 
@@ -109,16 +109,6 @@ def _numpy_state() -> _State | None:
     return _State(read, write, lambda one, other: bool(one == other))
 
 
-@dataclass
-class _Rewound:
-    """A generator whose state captured code sets. before: that of before it did so first. left: what it set last; the
-    present state will not do, since other threads may have drawn."""
-
-    generator: torch.Generator
-    before: bytes
-    left: bytes
-
-
 class Draws(Watcher):
     """What one capture does to random generators. generators: torch's, which captured code may draw from.
 
@@ -139,7 +129,7 @@ class Draws(Watcher):
         self.known: dict[int, Any] = {}
         self._mention: str | None = None
         self.bakes = any(generator.device.type == "cuda" for generator in self._generators)
-        self._rewound: dict[int, _Rewound] = {}
+        self._rewound: dict[int, torch.Generator] = {}
 
     def builtins(self) -> Mapping[str, SeesBuiltin]:
         """See Watcher."""
@@ -164,9 +154,9 @@ class Draws(Watcher):
             if drawn is not None:
                 return drawn[0](*drawn[1], **drawn[2])
         with self._moving(self._torch):
-            before = [_read(rewound.generator) for rewound in self._rewound.values()]
+            before = [_read(generator) for generator in self._rewound.values()]
             result = operation.function(*args, **kwargs)
-            if self._captured and before != [_read(rewound.generator) for rewound in self._rewound.values()]:
+            if self._captured and before != [_read(generator) for generator in self._rewound.values()]:
                 raise _drawn_again()
         return result
 
@@ -216,10 +206,6 @@ class Draws(Watcher):
             raise _frozen("random or numpy.random", self._mention or where)
         if alone and self._seeds != [generator.initial_seed() for generator in self._generators]:
             raise _seeded(where)
-        for rewound in self._rewound.values():
-            if rewound.left != rewound.before:
-                raise CaptureError("captured code sets the state of a random generator and leaves it so: a replay "
-                                   "would not", where, "set it outside of the call")
 
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
@@ -259,11 +245,10 @@ class Draws(Watcher):
         if self._captured and shared and function.__name__ in ("manual_seed", "seed") and self._is_asked_for(frame):
             raise _seeded(user_line(frame))
         if known and self._captured and self.bakes:
-            now = _read(function.__self__)
-            if done:
-                self._rewound[key].left = now
-            else:
-                self._rewound.setdefault(key, _Rewound(function.__self__, now, now))
+            if not _puts_back(frame):
+                raise CaptureError("captured code sets the state of a random generator: a replay would not",
+                                   user_line(frame), "set it outside of the call, or use torch.random.fork_rng")
+            self._rewound[key] = function.__self__
         for state in known:
             state.note() if done else state.look()
 
@@ -383,6 +368,14 @@ def _drawing_devices(operation: Operation, args: tuple[Any, ...], kwargs: dict[s
         return None
     devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
     return devices or None
+
+
+def _puts_back(frame: FrameType | None) -> bool:
+    """Whether code of torch sets a generator's state, which puts back in the end what it has found (a checkpoint,
+    `fork_rng`). frame: where it is set."""
+    while frame is not None and frame.f_code.co_name.startswith(("set_rng_state", "set_device_states")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
 def _alone() -> bool:

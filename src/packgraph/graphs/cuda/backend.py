@@ -241,12 +241,13 @@ class CudaBackend:
                 for graph in window.graphs:
                     graph.reset()
 
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Run once on the capture stream: library handles, workspaces and compiled kernels come to life here."""
+    def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
+        """Run once on the capture stream: library handles, workspaces and compiled kernels come to life here.
+        as_called: on the current stream instead."""
         self.workspaces.ensure()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self.stream):
+            with contextlib.nullcontext() if as_called else torch.cuda.stream(self.stream):
                 run()
         finally:  # what was written to is put back on the current stream, after an error, too
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
