@@ -5,7 +5,7 @@
 BASE_PYTHON ?= python3
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test test-fast lint check-python
+.PHONY: help setup train verify test test-fast test-ranks lint check-python
 
 ifdef PACKGRAPH_PYTHON
 PYTHON := $(PACKGRAPH_PYTHON)
@@ -29,8 +29,9 @@ need = @$(PYTHON) -c 'import importlib.util as u, sys; u.find_spec("$(1)") or sy
 help:
 	@echo "make train      train the preset qwen3-tiny on the source code of Python's library, through captured graphs"
 	@echo "make verify     compare eager and graph training, bit by bit"
-	@echo "make test       all tests          make test-fast  without the slow ones"
-	@echo "make lint       ruff and mypy      make setup      only the set-up"
+	@echo "make test       tests on one process, and some on several    make test-fast  without the slow ones"
+	@echo "make test-ranks all tests on several processes               make lint       ruff and mypy"
+	@echo "make setup      only the set-up"
 
 setup: $(DEV_READY)
 
@@ -44,11 +45,15 @@ verify: $(RUN_READY)
 test: $(DEV_READY)
 	$(call need,pytest)
 	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
-	$(PYTHON) -m pytest tests -m "not gpu" $(WORKERS) $(ARGS)
+	$(PYTHON) -m pytest tests -m "not gpu and (core or not dist)" $(WORKERS) $(ARGS)
 
 test-fast: $(DEV_READY)
 	$(call need,pytest)
-	$(PYTHON) -m pytest tests -m "not gpu and not slow" $(WORKERS) $(ARGS)
+	$(PYTHON) -m pytest tests -m "not gpu and not slow and (core or not dist)" $(WORKERS) $(ARGS)
+
+test-ranks: $(DEV_READY)
+	$(call need,pytest)
+	$(PYTHON) -m pytest tests -m "dist and not gpu and not core" $(WORKERS) $(ARGS)
 
 lint: $(DEV_READY)
 	$(call need,ruff)
