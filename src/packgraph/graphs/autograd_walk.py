@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+_OURS = __name__.split(".")[0]
+
 
 def leaves_behind(tensors: Iterable[Any], walked: set[Any] | None = None) -> list[torch.Tensor]:
     """The leaf tensors that need a gradient and that `tensors` were computed from, each once, in walking order.
@@ -37,6 +39,13 @@ def readers_of_results(results: Sequence[torch.Tensor]) -> list[tuple[Any, list[
         if read:
             readers.append((node, read))
     return readers
+
+
+def runs_python(results: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward from `results` runs Python code that is not packgraph's (a custom function)."""
+    return any(isinstance(node, torch.autograd.function.BackwardCFunction)
+               and type(node)._forward_cls.__module__.split(".")[0] != _OURS  # type: ignore[attr-defined]
+               for node in _nodes_behind([result for result in results if result.requires_grad]))
 
 
 def is_seen(tensor: torch.Tensor, own: int = 0) -> bool:

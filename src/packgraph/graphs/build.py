@@ -17,8 +17,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from packgraph.graphs.accumulate import Accumulator
-from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results
+from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results, runs_python
 from packgraph.graphs.backend import Graph, Static, Window
+from packgraph.graphs.call_modes import CallModes
 from packgraph.graphs.calls import Calls
 from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.entries import Made, Passed, describe_entries, make_entry, owned_aliases
@@ -78,12 +79,14 @@ class Variant:
 
     ends: for each of the call's outputs the region and output number it comes from, None for eager code's. direct: how
     to replay all regions without autograd, where that can be. version: of what was known of gradients at capture.
+    rehearsal: keeps what graphs read, and know by its address only.
     """
 
     regions: dict[int, Region]
     ends: list[tuple[int, int] | None]
     direct: Direct | None
     version: int
+    rehearsal: Rehearsal
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -153,7 +156,7 @@ class VariantBuild:
         regions = dict(reversed(backwards.items()))
         taken_in = [given.get(id(tensor)) for tensor in self.alive]
         direct = direct_replay(regions, len(self.program.runs), ends, taken_in)
-        return Variant(regions, ends, direct, self.gradients.version)
+        return Variant(regions, ends, direct, self.gradients.version, self.rehearsal)
 
     def _expose(self, leaf: Any, layout: Layout | None = None) -> None:
         """Expect a gradient for `leaf` from outside of regions. layout: of the gradient, None = that of `leaf`."""
@@ -261,7 +264,7 @@ class VariantBuild:
             index, self.program.describe(forward.run), forward.graph, forward.inputs, outputs, forward.facts,
             forward.entries, self._context(forward, {}),
             ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
-            kernel_settings(self.slot.backend.device_type),
+            kernel_settings(self.slot.backend.device_type), CallModes.now(self.slot.backend.device_type),
             [self.aliases.parameter_of[id(a)] for a in returned])
         made = {number: out for number, out in enumerate(forward.outputs) if out.requires_grad}
         readers = readers_of_results(list(made.values()))
@@ -300,7 +303,8 @@ class VariantBuild:
         return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
                        list(reads.values()), list(first.values()), [tensor.data_ptr() for tensor in first.values()],
                        list(writes.values()), list(counted.values()), generators,
-                       compiled=self.program.compiler is not None)
+                       compiled=self.program.compiler is not None,
+                       asks_later=self.rehearsal.unpacks or runs_python(forward.outputs))
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Tensors by whose versions changes are seen: parameters in place of their aliases, which count alone."""

@@ -26,6 +26,7 @@ from packgraph.graphs.build import (
     numbers_of_tensors,
     refuse_changed_inputs,
 )
+from packgraph.graphs.calls import VARIES
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
@@ -33,7 +34,7 @@ from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
-from packgraph.graphs.host_calls import Unseen, unwatched, watch_also
+from packgraph.graphs.host_calls import SavedTensorHooks, Unseen, unwatched, watch_also, watched_calls
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
@@ -131,6 +132,28 @@ def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
         raise
 
 
+def rehearse_again(program: Program, backend: Backend, gradients: KeyGradients,
+                   args: tuple[Any, ...], kwargs: dict[str, Any], earlier: Rehearsal) -> Rehearsal:
+    """Rehearse another capture of calls that were rehearsed before: `earlier`.
+
+    A cache that code filled then may have lost it since. Were it filled in a capture, what it holds would lie in the
+    graphs' memory, and would have no values until a replay. Raises CaptureError where calls are not what they were.
+    """
+    seen = Observation(Constants())
+    with unwatched():
+        now = _once(program, backend, gradients, args, kwargs, partial(backend.warm_up, as_called=True), seen)
+    if not (seen.calls.same_as(earlier.calls) and seen.constants.same_as(earlier.constants)):
+        now = rehearse(program, backend, gradients, args, kwargs)
+        if not (now.calls.same_as(earlier.calls) and now.constants.same_as(earlier.constants)):
+            raise CaptureError(
+                "forward calls other operations than for graphs that were captured before, with the same arguments, or "
+                "gives them other numbers: a graph would freeze them",
+                now.constants.first_difference(earlier.constants), VARIES)
+        return now
+    earlier = earlier._replace(calls=now.calls)
+    return earlier._replace(read=now.read, written=now.written) if backend.guard_device else earlier
+
+
 def _compared(program: Program, backend: Backend, gradients: KeyGradients,
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
     """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less. One of
@@ -141,7 +164,9 @@ def _compared(program: Program, backend: Backend, gradients: KeyGradients,
         with backend.watching_host(steps.append):
             backend.warm_up(run)
 
-    _once(program, backend, gradients, args, kwargs, watched_run, seen)
+    hooks = SavedTensorHooks()
+    with watched_calls(hooks):
+        _once(program, backend, gradients, args, kwargs, watched_run, seen)
     seen.check_gone()
     for as_called in (True, False):
         before, seen = seen, Observation(Constants())
@@ -151,7 +176,7 @@ def _compared(program: Program, backend: Backend, gradients: KeyGradients,
         seen.check_gone()
         if seen.has_called_as(before):
             used = rehearsal if backend.guard_device else rehearsal._replace(read=[], written=[])
-            return used._replace(has_host_steps=bool(steps))
+            return used._replace(has_host_steps=bool(steps), unpacks=hooks.are_there)
     raise seen.difference(before)
 
 
@@ -228,6 +253,8 @@ class _Run:
                 state = self._captured(run, state) if run.captured else self._eager(run, state)
             result = self.program.end(state)
             check_outputs(result)
+            self.seen.calls.note(("returns", *[repr(leaf) for leaf in tree_leaves(result)
+                                               if not isinstance(leaf, torch.Tensor)]))
             if self.whole:
                 leaves = tree_leaves(result)
                 self.ends = [([leaves[number] for number in self.gradients.expected(leaves)], inputs)]

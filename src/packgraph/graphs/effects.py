@@ -224,7 +224,8 @@ class ObservedProgram(Program):
 
 def _numbers(tree: Any) -> list[tuple[type, Any]]:
     """The Python numbers in `tree`, with their type: True, 1 and 1.0 are equal in Python."""
-    return [(type(leaf), leaf) for leaf in tree_leaves(tree) if type(leaf) in (int, float, complex)]
+    return [(type(leaf), leaf) for leaf in tree_leaves(tree)
+            if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)]
 
 
 def _copy(container: Any) -> Any:

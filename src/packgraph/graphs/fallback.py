@@ -59,6 +59,8 @@ TOO_MANY_KEYS = _reason("too many different call signatures", "pad inputs to a f
                         "change as 0-d tensors: every new shape and every new number is captured by itself")
 
 # Not asked for: the loop around the call.
+UNDER_AUTOCAST = _reason("the backward runs under autocast", "leave the torch.autocast block before loss.backward(): "
+                         "such a backward runs eagerly, after its forward was run again")
 NO_SLOT = _reason("no free slot", "run the backward of earlier calls first or drop their outputs, or let "
                   "graph(slots=...) be as many calls as wait for their backward at a time; slots=None follows the loop")
 BUSY = _reason("another thread is inside the module, which is to be captured", "let one thread call the module until "

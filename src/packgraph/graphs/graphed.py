@@ -17,7 +17,7 @@ from packgraph.graphs import fallback
 from packgraph.graphs.arguments import detail
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
-from packgraph.graphs.capture import capture_variant, compile_ahead, rehearse
+from packgraph.graphs.capture import capture_variant, compile_ahead, rehearse, rehearse_again
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, described, forget_frames, user_line, warn
@@ -27,7 +27,7 @@ from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import capturing
 from packgraph.graphs.module_state import Change, ModuleState
 from packgraph.graphs.notices import Notices
-from packgraph.graphs.output_gradients import OutputGradients
+from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
@@ -497,16 +497,23 @@ class Control:
                 let_go(self._buffers_of_gradients.all(), self._slots.launches)
             with self._slots.launches.during_capture(executes):
                 self._compile(call, args, kwargs)
-                if call.key not in self._rehearsed:
-                    self._rehearsed[call.key] = rehearse(self._program, self._backend, gradients, args, kwargs)
+                rehearsal = self._rehearsed[call.key] = self._rehearse(call, gradients, args, kwargs)
                 changed = self._fingerprint.changed if self._fingerprint is not None else _nothing
                 variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, gradients,
-                                          changed, self._calls, self.lends, args, kwargs, self._rehearsed[call.key])
+                                          changed, self._calls, self.lends, args, kwargs, rehearsal)
+                rehearsal.calls.shorten()
             slot.variants[call.key] = variant
             self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
             self.stats.captured += len(variant.regions)
             self.stats.capture_seconds += time.perf_counter() - started
         return slot.variants[call.key]
+
+    def _rehearse(self, call: Signature, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any]
+                  ) -> Rehearsal:
+        earlier = self._rehearsed.get(call.key)
+        if earlier is None:
+            return rehearse(self._program, self._backend, gradients, args, kwargs)
+        return rehearse_again(self._program, self._backend, gradients, args, kwargs, earlier)
 
     def _complain(self, error: CaptureError, reason: str = fallback.CAPTURE_FAILED,
                   so: str = "running eagerly from here on, because a capture failed") -> None:

@@ -9,6 +9,7 @@ A watcher that raises stops the call before it happens. Python takes the profile
 swallows the error would go on unseen: it is raised again when the block ends.
 """
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ _SNAPSHOTS = sys.version_info < (3, 13)
 _BREAKS_IMPORTS = sys.version_info[:2] == (3, 12)
 _CHEAP = sys.version_info < (3, 12)  # to change the profile function: later, all code is rewritten for it
 _MACHINERY = (str(Path(__file__).parent), str(Path(torch.utils._pytree.__file__)), contextlib.__file__)
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_HOOKS_OF = (os.path.join("torch", "autograd", "graph.py"), "contextlib.py")
 # (calling frame, C function, whether it is done), and (frame of the function, its result, whether it is done)
 SeesBuiltin = Callable[[FrameType, Any, bool], None]
 SeesFunction = Callable[[FrameType, Any, bool], None]
@@ -52,6 +55,27 @@ class Watcher:
 
     def entered(self, frame: FrameType) -> None:
         """A function whose code is not `known` begins."""
+
+
+class SavedTensorHooks(Watcher):
+    """Whether code of others puts hooks around what autograd saves, which then run in backwards (a checkpoint's do).
+
+    Attributes:
+        are_there: Whether any were put up.
+    """
+
+    def __init__(self) -> None:
+        self.are_there = False
+
+    def builtins(self) -> Mapping[str, SeesBuiltin]:
+        """See Watcher."""
+        return {"_push_saved_tensors_default_hooks": self._pushed}
+
+    def _pushed(self, frame: FrameType | None, function: Any, done: bool) -> None:
+        while frame is not None and frame.f_code.co_filename.endswith(_HOOKS_OF):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+            self.are_there = True
 
 
 class _Thread(threading.local):

@@ -76,6 +76,10 @@ class KeyGradients:
             known[pattern] = None
             self.version += 1
 
+    def runs_under_autocast(self) -> None:
+        """Note a backward that captured ones do not stand for."""
+        self._fell_back(fallback.UNDER_AUTOCAST)
+
     def forget(self) -> None:
         """Forget the patterns that were learned."""
         self._patterns.clear()

@@ -15,6 +15,7 @@ generator having moved is taken for the captured code's doing if no other Python
 mentions it: by a global, a variable, or an attribute of its first argument.
 """
 import contextlib
+import os
 import random
 import sys
 import threading
@@ -37,7 +38,7 @@ _DRAW_OUTSIDE = "draw them with torch, or pass them in"
 _PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo/convert_frame", "_functorch",
                                                                        "_inductor"))
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PATIENCE = 0.03  # seconds, in which a thread that waits for the interpreter gets it
 _QUIET = ("torch/_inductor/", "torch/utils/data/_utils/pin_memory.py", "tqdm/_monitor.py", "event_file_writer.py")
 

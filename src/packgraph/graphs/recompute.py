@@ -1,9 +1,10 @@
 """The gradients of a region without a captured backward: its forward is run again, eagerly, and differentiated.
 
 That equals what was replayed as long as the forward does the same again: its inputs lie in the slot until its backward
-has run, nothing that it reads has changed, and it draws the same random numbers. What it writes to (the statistics of a
-batch norm) is put back afterwards, and then its outputs must be those of the replay, bit by bit, since it might have
-read what it writes. Whatever is not known to be so is an error.
+has run, nothing that it reads has changed, it runs under the modes of its call (autocast), and it draws the same random
+numbers. What it writes to (the statistics of a batch norm) is put back afterwards. Its outputs must be those of the
+replay, bit by bit: it might read what it writes, or something that was changed behind autograd's back (`.data`).
+Whatever is not known to be so is an error.
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -40,10 +41,9 @@ def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None]
 
     def run() -> dict[int, torch.Tensor]:
         with _unwritten([*region.context.writes, *written]):
-            with torch.enable_grad():
+            with torch.enable_grad(), region.modes.entered():
                 made = _outputs(region, region.context.run(_state(region, leaves)))
-            if region.context.writes:
-                _compare(region, made)
+            _compare(region, made)
             return made
 
     with region.context.calls:  # a capture by another thread changes the module meanwhile
@@ -77,7 +77,8 @@ def _compare(region: Region, made: dict[int, torch.Tensor]) -> None:
     """Raise RuntimeError unless the outputs are those of the replay."""
     for number, output in enumerate(region.outputs):
         if number in made and not _equal(made[number].detach(), output.static.tensor):
-            raise _cannot(region, "its forward writes to a tensor, and makes other outputs now")
+            raise _cannot(region, "it makes other outputs now: something that it reads was changed, or it reads what "
+                          "it writes")
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

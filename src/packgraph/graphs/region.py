@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs.backend import Graph, Static
+from packgraph.graphs.call_modes import CallModes
 from packgraph.graphs.entries import Made, Passed
 from packgraph.graphs.gradients import GradientBuffer
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
@@ -147,7 +148,7 @@ class Context:
     another thread may capture the module.
     inputs: numbers of the inputs that backwards read. changed: whether facts that the graphs have baked about the
     module hold no longer. gradients: what is known of the gradients that its outputs get. compiled: the stages run
-    compiled code.
+    compiled code. asks_later: Python code of others runs in backwards, and reads what it may then.
     """
 
     run: Callable[[State], State]
@@ -162,6 +163,7 @@ class Context:
     generators: list[torch.Generator] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     compiled: bool = False
+    asks_later: bool = False
 
 
 @dataclass
@@ -171,7 +173,7 @@ class Region:
     facts: what captured code could see of the state it was captured with. entries: per key of the result state, how
     to make its value. parameters: those that only this region differentiates: their gradients are added to buffers.
     returned: other parameters, whose gradients go through autograd. settings: of torch, by
-    which kernels compute, at capture. inner: numbers of the outputs that other outputs
+    which kernels compute, at capture. modes: of the call. inner: numbers of the outputs that other outputs
     were computed from. saved: numbers of those that backwards read. summed: an output's gradient comes from several
     places, and autograd has to add them up.
     """
@@ -186,6 +188,7 @@ class Region:
     context: Context
     parameters: "ParameterEdge"
     settings: tuple[Any, ...]
+    modes: CallModes
     returned: list[torch.nn.Parameter] = field(default_factory=list)
     backwards: dict[Pattern, Backward] = field(default_factory=dict)
     summed: bool = False

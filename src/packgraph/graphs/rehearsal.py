@@ -19,6 +19,7 @@ class Rehearsal(NamedTuple):
         calls: The operations of forwards.
         placements: Of gradients that are DTensors, by the number of their parameter among the module's.
         has_host_steps: Whether host functions run within.
+        unpacks: Whether forwards have hooks around that make saved tensors anew in backwards, as checkpoints do.
     """
 
     read: list[torch.Tensor]
@@ -27,3 +28,4 @@ class Rehearsal(NamedTuple):
     calls: Calls
     placements: dict[int, tuple[Placement, ...]]
     has_host_steps: bool = False
+    unpacks: bool = False

@@ -3,8 +3,8 @@
     forward     copy inputs in ─▶ forward graph ─▶ outputs, aliases of static memory
     backward    the outputs' gradients ─▶ copy in ─▶ the backward graph of their pattern ─▶ inputs' gradients, .grad
 
-A backward that nobody has captured (a new pattern) runs eagerly: the region's inputs lie in the slot yet, so its
-forward is run again (`recompute.py`).
+A backward that nobody has captured (a new pattern, or under autocast) runs eagerly: the region's inputs lie in the slot
+yet, so its forward is run again (`recompute.py`).
 """
 import operator
 import weakref
@@ -117,13 +117,15 @@ class _Replay(torch.autograd.Function):
         with ticket.slots.launches:
             ticket.start_backward(region.number)
         pattern = pattern_of(gradients)
-        backward = region.backwards.get(pattern)
+        casts = torch.is_autocast_enabled(region.modes.device_type)
+        backward = None if casts else region.backwards.get(pattern)
         with torch.no_grad():
             if backward is not None:
                 signal, results = _replay_backward(region, backward, gradients, ticket)
             else:
                 signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
-                region.context.gradients.learn(region.number, list(region.backwards), pattern)
+                known = region.context.gradients
+                known.runs_under_autocast() if casts else known.learn(region.number, list(region.backwards), pattern)
         with ticket.slots.launches:
             ticket.finish_backward(region.number)
         expect_visits(returned, region.returned, results[inputs:])
@@ -212,6 +214,13 @@ def _check_settings(region: Region) -> None:
             "precision, determinism or another global setting of torch was changed between forward and backward of "
             f"{region.name}: its backward was captured with those of the forward. Run the backward with them, too, or "
             "such calls under packgraph.eager(...)")
+    if not region.context.asks_later:
+        return
+    if torch.get_default_dtype() != region.modes.dtype or region.context.changed():
+        raise RuntimeError(
+            f"{region.name} runs Python code in its backward (a custom function, a checkpoint), and the module, or "
+            "something else that its code reads, was changed between forward and backward. Change it after the "
+            "backward, or run such calls under packgraph.eager(...)")
 
 
 def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[Version]) -> None:

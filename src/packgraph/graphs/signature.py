@@ -30,10 +30,23 @@ class _Structure:
         self.spec = spec
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and self.spec == other.spec
+        return isinstance(other, _Structure) and self.spec == other.spec and _alike(self.spec, other.spec)
 
     def __hash__(self) -> int:
         return hash((self.spec.num_leaves, self.spec.num_nodes))
+
+
+def _alike(one: TreeSpec, other: TreeSpec) -> bool:
+    """Whether keys of dicts are of the same types in two specs that are equal: 1, 1.0 and True are equal in Python."""
+    if isinstance(one.type, type) and issubclass(one.type, dict) \
+            and list(map(type, _keys(one.context))) != list(map(type, _keys(other.context))):
+        return False
+    return all(map(_alike, one.children(), other.children()))
+
+
+def _keys(context: Any) -> Any:
+    """The keys of a dict, of whose spec `context` is: of a defaultdict they come after its factory."""
+    return context[1] if context and isinstance(context[-1], list) else context
 
 
 @dataclass(frozen=True)
@@ -50,29 +63,29 @@ def kernel_settings(device_type: str) -> tuple[Any, ...]:
     # torch.get_float32_matmul_precision raises an error where a user has set the precision of one backend.
     found: list[Any] = [device_type, torch.are_deterministic_algorithms_enabled()]
     found += [torch._C._get_fp32_precision_getter(backend, operation) for operation in ("matmul", "conv", "rnn")]
-    if device_type == "cuda":
-        found += [getter() for getter in _OF_CUDA]
+    found += [getter() for getter in (_OF_CUDA if device_type == "cuda" else _OF_CPU)]
     return tuple(found)
 
 
+_OF_CPU = (torch._C._get_mkldnn_enabled,)
 _OF_CUDA = (torch._C._get_cudnn_benchmark, torch._C._get_cudnn_deterministic,
             torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-            torch._C._get_cublas_allow_bf16_reduced_precision_reduction, torch._C._get_cublas_allow_fp16_accumulation)
+            torch._C._get_cublas_allow_bf16_reduced_precision_reduction, torch._C._get_cublas_allow_fp16_accumulation,
+            torch._C._get_blas_preferred_backend, torch._C._get_linalg_preferred_backend)
+_SDP = (torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
+        torch._C._get_cudnn_sdp_enabled, torch._C._get_math_sdp_allow_fp16_bf16_reduction)
 
 
 def modes(device_type: str) -> tuple[Any, ...]:
-    """Global settings that change which kernels run."""
-    autocast = torch.is_autocast_enabled(device_type)
+    """Global settings that change which kernels run, or that code may ask for."""
     return (
-        torch.get_autocast_dtype(device_type) if autocast else None,
-        autocast and torch.is_autocast_cache_enabled(),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {"cpu", device_type}),
+        torch.is_autocast_cache_enabled(),
         kernel_settings(device_type),
         torch.get_default_dtype(),
-        torch.backends.cudnn.enabled,
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
+        torch._C._get_cudnn_enabled(),
+        *[getter() for getter in _SDP],
+        tuple(torch._C._get_sdp_priority_order()),
         str(torch.get_default_device()) if torch._C._len_torch_function_stack() else None,
     )
 
@@ -93,10 +106,17 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
                           leaf.is_neg()))
             nbytes += leaf.numel() * leaf.element_size()
         elif isinstance(leaf, CONSTANTS):
-            facts.append((type(leaf), leaf.hex() if isinstance(leaf, float) else leaf))
+            facts.append((type(leaf), _value(leaf)))
         else:
             return None
     return Signature((_Structure(spec), tuple(facts), modes(device.type)), nbytes)
+
+
+def _value(leaf: Any) -> Any:
+    """A constant's value, without numbers that are equal and not the same (0.0 and -0.0)."""
+    if isinstance(leaf, complex):
+        return leaf.real.hex(), leaf.imag.hex()
+    return leaf.hex() if isinstance(leaf, float) else leaf
 
 
 def unfit(leaf: Any, device: torch.device) -> str | None:

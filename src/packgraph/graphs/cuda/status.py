@@ -5,6 +5,7 @@ would leave out), and a replay would then have other numbers than an eager call.
 in order to be capturable at all, is told the truth, and so is every other thread.
 """
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.cuda.graphs
 
-_KNOWING = tuple(str(Path(package).parent) for package in (torch.__file__, Path(__file__).parents[1]))
+_KNOWING = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1],
+                                                    Path(__file__).parents[2] / "moe"))
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
 
