@@ -175,9 +175,10 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
 def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     """The configuration that `words` describe (None where help is asked for or there is no preset), and own options."""
     from packgraph.train.command_line import dotted, split_overrides
-    from packgraph.train.config import ConfigError, Layer, load_file, read_config
+    from packgraph.train.config import ConfigError, Layer, read_config
     from packgraph.train.presets import PRESETS, preset
     from packgraph.train.run_folder import run_of
+    from packgraph.train.stored_config import config_layer
     from packgraph.train.weights import shape_layer
 
     parser = argparse.ArgumentParser(prog="packgraph", add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -196,7 +197,8 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
         raise ConfigError([str(error)]) from error
     if unknown:
         raise ConfigError([f"{word!r}: not expected here; see --help" for word in unknown])
-    layers = [load_file(own.config)] if own.config is not None else []
+    resume = bool(own.resume) or "run.resume" in dotted(options.values)
+    layers = [config_layer(own.config, resume)] if own.config is not None else []
     name = own.preset or (layers[0].values.get("preset") if layers else None)
     if not isinstance(name, str):
         if layers:

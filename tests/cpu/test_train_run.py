@@ -13,8 +13,10 @@ from packgraph.packing.pack import pack
 from packgraph.train.build import build_model
 from packgraph.train.checkpoint import latest_checkpoint, load_state
 from packgraph.train.checkpoint_reader import CheckpointError
+from packgraph.train.checkpoint_state import write_state
 from packgraph.train.data import DataError
 from packgraph.train.metrics import METRICS, read_metrics
+from packgraph.train.run_files import read_json
 from packgraph.train.signals import StopRequest
 from packgraph.train.step import accumulate, take_step
 from packgraph.train.trainer import CHECKPOINTS, NonFiniteLossError, Trainer
@@ -60,7 +62,7 @@ def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
     run = trainer(folder, tiny(steps=8, checkpoint_every=2, keep_checkpoints=2))
     assert not folder.exists()
     summary = run.run(StopRequest())
-    assert summary == json.loads((folder / "summary.json").read_text())
+    assert summary == read_json(folder / "summary.json")
     wanted = {"loss_first", "loss_last", "steps", "tokens", "tokens_per_second", "padding_fraction", "backend",
               "captured", "replayed", "fallbacks", "capture_seconds"}
     assert wanted <= summary.keys() and summary["ended"] == "all steps done"
@@ -101,7 +103,7 @@ def test_a_state_that_lacks_something_is_refused_by_name(tmp_path: Path, key: st
     path = tmp_path / "run" / CHECKPOINTS / "step-00000006" / "state.json"
     content = json.loads(path.read_text())
     del content["state"][key]
-    path.write_text(json.dumps(content))
+    write_state(path, content)
     with pytest.raises(CheckpointError, match=rf"state\.json: damaged: it has no {key}"):
         trainer(tmp_path / "run", tiny()).resume()
 

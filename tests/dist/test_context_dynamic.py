@@ -28,7 +28,8 @@ from packgraph.train.dynamic_context import context_request
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.progress import ProgressView
-from packgraph.train.run_folder import SUMMARY, read_json
+from packgraph.train.run_files import read_json
+from packgraph.train.run_folder import SUMMARY
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
 

@@ -84,3 +84,12 @@ def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception])
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def from_all(mesh: Mesh, value: Result) -> list[Result]:
+    """The values (picklable) of all ranks, by rank. A collective call: it waits for all of them."""
+    if mesh.world == 1:
+        return [value]
+    found: list[Any] = [None] * mesh.world
+    dist.all_gather_object(found, value)
+    return found

@@ -24,14 +24,14 @@ from packgraph.plan.buckets.lengths import LengthHistogram
 from packgraph.plan.buckets.packing import PackingPolicy
 from packgraph.plan.buckets.request import BucketRequest
 from packgraph.plan.pipeline.slots import slot_counts
-from packgraph.train.config import ConfigError, load_file, read_config
+from packgraph.train.config import ConfigError, read_config
 from packgraph.train.context_rows import places_multiple
 from packgraph.train.data.source import DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
 from packgraph.train.memory_budget import limit_of
 from packgraph.train.options import TrainConfig
-from packgraph.train.run_folder import CONFIG
+from packgraph.train.stored_config import stored_config
 
 HELD_OUT = 5  # one document in so many
 MULTIPLES = (64, 8, 1)  # of tokens, for the tiles of kernels; the first of which there are enough
@@ -137,5 +137,5 @@ def with_stored_capacities(folder: Path, config: TrainConfig) -> TrainConfig:
     """
     if config.graph.capacities != "auto":
         return config
-    stored = read_config(config, [load_file(folder / CONFIG)])
+    stored = read_config(config, [stored_config(folder).layer])
     return replace(config, graph=replace(config.graph, capacities=stored.graph.capacities))

@@ -7,30 +7,31 @@ full names and places, so a checkpoint can be read at any other layout; rank 0 a
 
     checkpoints/
       .writing-step-00000100/   written and fsynced here, then renamed
-      step-00000100/            .metadata  __RANK_N.distcp  state.json (with size and SHA-256 of the other files)
+      step-00000100/            .metadata  __RANK_N.distcp  state.json (`checkpoint_state.py`)
       latest                    name of the newest whole checkpoint, replaced atomically
+
+Checkpoints are ordered by step: clocks can be set back. A run that went back to a lower step has left what it had
+computed after it, as metrics.jsonl is cut there, too. So its next save removes the checkpoints of higher steps: all
+that are left are of one history, and the highest step is the newest, also when `latest` is lost.
 """
-import hashlib
-import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.processes import on_first
+from packgraph.parallel.processes import from_all, on_first
 from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
+from packgraph.train.checkpoint_state import METADATA, STATE, check_files, describe, read_state, step_of
+from packgraph.train.run_files import sync_folder, write_synced
 
-FORMAT = "packgraph checkpoint 1"
 LATEST = "latest"
-STATE = "state.json"
 WRITING = ".writing-"
 REPLACED = ".replaced-"
 
@@ -41,7 +42,7 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], stat
 
     tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank 0's is written.
     Source of the rename protocol: POSIX rename(2) is atomic within a file system. Raises CheckpointError (full disk, no
-    permission) on all ranks; the earlier ones stay as they are.
+    permission, shards of other ranks that rank 0 does not see) on all ranks; the earlier ones stay as they are.
     """
     mesh = mesh or single_process()
     name = f"step-{step:08d}"
@@ -49,7 +50,11 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], stat
     try:
         on_first(mesh, lambda: _begin_writing(folder, writing), OSError)
         _write_tensors(writing, tensors)
-        on_first(mesh, lambda: _finish_writing(folder, writing, step, state, keep), OSError)
+        on_first(mesh, lambda: _finish_writing(folder, writing, step, state, keep), OSError, CheckpointError)
+    except CheckpointError:
+        # Where the folder is not shared, each rank has one of its own.
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
     except OSError as error:
         if mesh.rank == 0:
             # What fails here as well (a disk that is gone) is removed by the next save.
@@ -61,25 +66,26 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], stat
 
 
 def _begin_writing(folder: Path, writing: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+    remove_leftovers(folder)
     writing.mkdir()
 
 
 def _finish_writing(folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int) -> None:
     """Describe what was written, give it its name, make it the latest and remove the oldest."""
-    content = {"format": FORMAT, "step": step, "files": _manifest(writing), "state": dict(state)}
-    _write_synced(writing / STATE, json.dumps(content, allow_nan=False))
-    _sync_folder(writing)
+    describe(writing, step, state)
+    sync_folder(writing)
     name = writing.name.removeprefix(WRITING)
     if (folder / name).exists():
         (folder / name).rename(folder / (REPLACED + name))
     writing.rename(folder / name)
-    _write_synced(folder / (WRITING + LATEST), name + "\n")
+    write_synced(folder / (WRITING + LATEST), name + "\n")
     os.replace(folder / (WRITING + LATEST), folder / LATEST)
-    _sync_folder(folder)
-    _remove_leftovers(folder)
-    _prune(folder, folder / name, keep)
+    sync_folder(folder)
+    remove_leftovers(folder)
+    _prune(folder, step, keep)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -88,41 +94,54 @@ def latest_checkpoint(folder: Path) -> Path | None:
     pointer = folder / LATEST
     if pointer.is_file():
         named = folder / Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name
-        if named.name.startswith("step-") and named.is_dir():
+        if step_of(named) is not None and named.is_dir():
             return named
-    return max(folder.glob("step-*"), default=None, key=lambda path: path.name)
+    return next(iter(checkpoints_by_step(folder)), None)
 
 
-def older_whole_checkpoint(path: Path) -> Path | None:
-    """The newest checkpoint beside the damaged one at `path` whose files are all as they were written."""
-    for other in sorted(path.parent.glob("step-*"), key=lambda found: found.stat().st_mtime_ns, reverse=True):
-        if other == path:
-            continue
+class FoundCheckpoint(NamedTuple):
+    """A whole checkpoint. damaged: what is wrong with each newer one that was passed over."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    damaged: tuple[str, ...]
+
+
+def newest_whole_checkpoint(folder: Path, needed: Collection[str] = ()) -> FoundCheckpoint | None:
+    """The checkpoint `latest` names if it is as it was written, else the next lower one that is; None without any.
+
+    Args:
+        folder: The folder of all checkpoints of a run.
+        needed: Keys that its state must have.
+
+    Raises:
+        CheckpointError: If there are checkpoints and none of them is whole, naming the damage of the newest.
+    """
+    newest = latest_checkpoint(folder)
+    if newest is None:
+        return None
+    limit, others = step_of(newest) or 0, [path for path in checkpoints_by_step(folder) if path != newest]
+    # Higher steps than the named one are of a history that the run has left; they come last.
+    others.sort(key=lambda path: (step_of(path) or 0) > limit)
+    damaged: list[str] = []
+    for path in (newest, *others):
         try:
-            load_state(other)
-        except CheckpointError:
+            step, state = load_state(path)
+            missing = [key for key in needed if key not in state]
+            if missing:
+                raise CheckpointError(f"{path / STATE}: damaged: it has no {', '.join(missing)}")
+        except CheckpointError as error:
+            damaged.append(str(error))
             continue
-        return other
-    return None
+        return FoundCheckpoint(path, step, state, tuple(damaged))
+    raise CheckpointError(f"{damaged[0]}; there is no other checkpoint that is whole in {folder}")
 
 
 def load_state(path: Path) -> tuple[int, dict[str, Any]]:
     """Step and JSON state of a checkpoint, after all its files were checked. Raises CheckpointError naming the file."""
-    try:
-        content = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path / STATE}: cannot be read: {error.strerror}; is this a checkpoint?") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path / STATE}: damaged: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path / STATE}: not a checkpoint of this program (expected format {FORMAT!r})")
-    try:
-        step, state, files = int(content["step"]), dict(content["state"]), dict(content["files"])
-        expected = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / STATE}: damaged: {error!r}") from error
-    for name, (size, digest) in expected.items():
-        _check_file(path / Path(name).name, size, digest)
+    step, state, files = read_state(path)
+    check_files(path, files)
     return step, state
 
 
@@ -134,9 +153,9 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], optional: str | tupl
     stored names that start so (or with one of these) may be left out: ranks of another layout had them. Raises
     CheckpointError on all ranks, listing all that does not fit on any of them, before anything was changed.
     """
-    stored = tensor_entries(path / ".metadata")
+    stored = tensor_entries(path / METADATA)
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    everyones = {name: kind for part in _from_all(mesh or single_process(), wanted) for name, kind in part.items()}
+    everyones = {name: kind for part in from_all(mesh or single_process(), wanted) for name, kind in part.items()}
     problems = [f"{name} is missing" for name in everyones if name not in stored]
     problems += [f"{name} is not part of this run" for name in stored
                  if name not in everyones and not (optional and name.startswith(optional))]
@@ -151,16 +170,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], optional: str | tupl
         with _single_process_is_meant():
             distributed_checkpoint.load(dict(tensors), storage_reader=SafeReader(path))
     except CheckpointException as error:
-        raise CheckpointError(f"{path}: damaged: {_first_failure(error)}") from error
-
-
-def _from_all(mesh: Mesh, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The facts (picklable) of every rank; waits for all of them."""
-    if mesh.world == 1:
-        return [facts]
-    found: list[Any] = [None] * mesh.world
-    dist.all_gather_object(found, facts)
-    return found
+        raise CheckpointError(f"{path}: damaged: {_shown(_first_failure(error))}") from error
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -176,12 +186,16 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _short_of_space(folder: Path, failure: BaseException) -> str:
     """Why torch could not write: its own writer says where its bytes ended, not that the disk is full."""
-    said = (str(failure).splitlines() or [type(failure).__name__])[0]
+    said = _shown(failure)
     try:
         free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"
     except OSError:
         free = "the file system cannot be asked"
     return f"torch could not write all bytes, as on a full disk or beyond a quota ({free}): {said}"
+
+
+def _shown(failure: BaseException) -> str:
+    return (str(failure).splitlines() or [type(failure).__name__])[0]
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
@@ -194,43 +208,9 @@ def _single_process_is_meant() -> Any:
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
-def _manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """File name → size in bytes and SHA-256 of all files of a checkpoint."""
-    return {path.name: (path.stat().st_size, _digest(path)) for path in sorted(folder.iterdir())}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _check_file(path: Path, size: int, digest: str) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing; the checkpoint is damaged")
-    if path.stat().st_size != size:
-        raise CheckpointError(f"{path}: damaged: {path.stat().st_size} bytes, {size} were written")
-    if _digest(path) != digest:
-        raise CheckpointError(f"{path}: damaged: its contents are not what was written (SHA-256 differs)")
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what a killed or failed save left."""
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed or failed save left in the folder of all checkpoints, if there is one. Only for the process
+    that writes the run. Raises OSError."""
     _restore_replaced(folder)
     for leftover in (*folder.glob(REPLACED + "*"), *folder.glob(WRITING + "*")):
         if leftover.is_dir():
@@ -247,10 +227,17 @@ def _restore_replaced(folder: Path) -> None:
             leftover.rename(original)
 
 
-def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all but the `keep` checkpoints written last (by time: after going back, a lower step is the newer one)."""
-    others = [path for path in folder.glob("step-*") if path != newest]
-    others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in others[keep - 1:]:
-        doomed = path.rename(folder / (WRITING + path.name))
-        shutil.rmtree(doomed)
+def checkpoints_by_step(folder: Path) -> list[Path]:
+    """All checkpoints, the highest step first."""
+    return sorted((path for path in folder.glob("step-*") if step_of(path) is not None),
+                  key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def _prune(folder: Path, newest: int, keep: int) -> None:
+    """Keep the `keep` highest steps up to `newest`, which was just saved; higher ones are of a history left behind."""
+    known = checkpoints_by_step(folder)
+    kept = [path for path in known if (step_of(path) or 0) <= newest][:keep]
+    for path in known:
+        if path not in kept:
+            doomed = path.rename(folder / (WRITING + path.name))
+            shutil.rmtree(doomed)

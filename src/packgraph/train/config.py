@@ -11,7 +11,6 @@ all problems at once, each with its place (file and key, or option) and, for an 
 """
 import dataclasses
 import difflib
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from packgraph.train.config_values import ValueProblem, convert, is_section, plain, resolved_types
+from packgraph.train.run_files import CHECKSUM, parse_json
 
 T = TypeVar("T")
 
@@ -160,16 +160,19 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def load_file(path: Path) -> Layer:
-    """A `.toml` or `.json` file as a layer. Raises ConfigError naming the file when it is missing or malformed."""
+    """A `.toml` or `.json` file as a layer. Raises ConfigError naming the file when it is missing or malformed.
+
+    The checksum of a run's config.json is left out: a copy of it may be edited.
+    """
     if path.suffix not in (".toml", ".json"):
         raise ConfigError([f"{path}: a config file ends in .toml or .json"])
     try:
         text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # TOMLDecodeError, JSONDecodeError, UnicodeDecodeError, nested too deeply
         raise ConfigError([f"{path}: not valid {path.suffix[1:].upper()}: {error}"]) from error
     if not isinstance(values, dict):
         raise ConfigError([f"{path}: the top level must be an object with the sections of the configuration"])
-    return Layer(str(path), values)
+    return Layer(str(path), {key: value for key, value in values.items() if key != CHECKSUM})

@@ -31,6 +31,7 @@ from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import can_go_on, check_same_run, choose_folder, take_folder
+from packgraph.train.shared_folder import begin_in
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import Trainer
 
@@ -124,6 +125,7 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
             stop_on_signals(config.run.max_minutes) as stop:
         chosen = folder
         folder = on_first(mesh, lambda: take_folder(chosen, config, held), ConfigError, RunFileError)
+        begin_in(folder, mesh)
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
         for note in prepared.notes:

@@ -14,10 +14,10 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from packgraph.train.run_files import RunFileError, writing
+from packgraph.train.run_files import parse_json, sync_folder, write_synced, writing
 
 METRICS = "metrics.jsonl"
-# What a row must have for a run to go on after it.
+# What a row must have to be one.
 NEEDED = {"step": (int,), "loss": (float, int), "tokens": (int,), "places": (int,), "seconds": (float, int),
           "starting": (bool,)}
 
@@ -56,13 +56,16 @@ class MetricsLog:
     """`metrics.jsonl`, flushed line by line, and TensorBoard events where tensorboard is installed."""
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
-        """Open for appending after `last_step`; lines of later steps and a half-written last line are cut."""
+        """Open for appending after `last_step`; lines of later steps, a half-written last line and lines that are no
+        rows are cut. The numbers of the last are `damaged`."""
         self._path, self._board_path = folder / METRICS, folder / "tensorboard"
-        self.rows = [row for row in read_metrics(self._path) if row["step"] <= last_step]
+        found, self.damaged = _read_lines(self._path)
+        self.rows = [row for row in found if row["step"] <= last_step]
         with writing(self._path):
             cut = self._path.with_suffix(".tmp")
-            cut.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+            write_synced(cut, "".join(json.dumps(row) + "\n" for row in self.rows))
             os.replace(cut, self._path)
+            sync_folder(folder)
             self._stream: IO[str] = self._path.open("a", encoding="utf-8")
         with writing(self._board_path):
             self._board = _open_board(self._board_path, last_step)
@@ -83,8 +86,15 @@ class MetricsLog:
                 if name != "step":
                     self._board.add_scalar(f"train/{name}", value, row["step"])
 
+    def sync(self) -> None:
+        """Wait until the disk has all rows."""
+        with writing(self._path):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+
     def close(self) -> None:
-        """Flush and close both files."""
+        """Flush and close both files; rows are on the disk then."""
+        self.sync()
         with writing(self._path):
             self._stream.close()
         with writing(self._board_path):
@@ -99,33 +109,41 @@ class RowsOnly:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.damaged: list[int] = []
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Keep the row."""
         self.rows.append(dict(row))
+
+    def sync(self) -> None:
+        """Nothing is written."""
 
     def close(self) -> None:
         """Nothing is open."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; stops at a half-written one, which a killed run may leave at the end.
+    """All rows of a metrics file; lines that are damaged or half-written are left out."""
+    return _read_lines(path)[0]
 
-    Raises RunFileError naming the line that is no row of a run.
-    """
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Rows, and numbers of the lines that are none; not that of a last line which a killed run has not ended."""
     rows: list[dict[str, Any]] = []
+    damaged: list[int] = []
     if not path.is_file():
-        return rows
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        return rows, damaged
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate([*lines, rest] if rest else lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if not isinstance(row, dict) or any(type(row.get(key)) not in kinds for key, kinds in NEEDED.items()):
-            raise RunFileError(f"{path}:{number}: not a row of a run (it needs {', '.join(NEEDED)}); remove the line, "
-                               "or move the file away to go on without the figures so far")
-        rows.append(row)
-    return rows
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and all(type(row.get(key)) in kinds for key, kinds in NEEDED.items()):
+            rows.append(row)
+        elif number <= len(lines):
+            damaged.append(number)
+    return rows, damaged
 
 
 def _open_board(path: Path, last_step: int) -> Any:

@@ -26,7 +26,8 @@ from packgraph.train.context_rows import choices_of, common_multiple, notes_of, 
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
 from packgraph.train.options import TrainConfig
-from packgraph.train.run_folder import SUMMARY, read_json
+from packgraph.train.run_files import read_json
+from packgraph.train.run_folder import SUMMARY
 
 TOKENS_PER_RANK, MICROBATCHES = 2048, 8
 MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries

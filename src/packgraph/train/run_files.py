@@ -1,11 +1,19 @@
-"""Files of a run that cannot be written or are damaged: one clear error instead of whatever the system says.
+"""Files of a run: written durably, read with their checksum, and one clear error where that fails.
 
-The disk may fill up at any line of a run. The invariant: such an end names the file, the cause and the way out, and
-what was written before stays usable.
+The disk may fill up at any line of a run, and a file may come back other than it was written. The invariants: such an
+end names the file, the cause and the way out, and what was written before stays usable; a JSON file that a resumed run
+reads is what was written, or counts as not there.
 """
-from collections.abc import Iterator
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+CHECKSUM = "checksum"  # key of a JSON object's checksum over all its other keys
 
 
 class RunFileError(RuntimeError):
@@ -22,3 +30,72 @@ def writing(path: Path, remedy: str = REMEDY) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFileError(f"{path}: could not be written: {error.strerror or error}. {remedy}") from error
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON object in canonical form, without its own checksum.
+
+    Raises:
+        ValueError: If it holds a number that is not finite, or is nested too deeply.
+    """
+    rest = {key: value for key, value in content.items() if key != CHECKSUM}
+    try:
+        text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def parse_json(text: str) -> Any:
+    """The value in `text`. Raises ValueError, also for what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write `text` and wait until the disk has it."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable, where its file system can do that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object and its checksum so that the file is always whole, also after a power failure.
+
+    Raises:
+        RunFileError: If it cannot be written.
+    """
+    partial = path.with_suffix(".tmp")
+    plain = json.loads(json.dumps(content))
+    with writing(path):
+        write_synced(partial, json.dumps({**plain, CHECKSUM: checksum(plain)}, indent=2) + "\n")
+        os.replace(partial, path)
+        sync_folder(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, without its checksum; empty when there is none or it is not what was written.
+
+    An object without a checksum, as versions before wrote it, is taken as it is.
+    """
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        whole = isinstance(content, dict) and content.get(CHECKSUM, checksum(content)) == checksum(content)
+    except (OSError, ValueError):
+        return {}
+    return {key: value for key, value in content.items() if key != CHECKSUM} if whole else {}

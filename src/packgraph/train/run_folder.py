@@ -9,8 +9,6 @@ lock that its process holds, so two processes never write the same one.
 """
 import errno
 import fcntl
-import json
-import os
 import re
 import time
 from collections.abc import Collection, Iterator
@@ -18,14 +16,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from packgraph.train.config import ConfigError, differences, load_file, read_config, to_dict
+from packgraph.train.config import ConfigError, differences, read_config, to_dict
 from packgraph.train.metrics import METRICS
 from packgraph.train.options import TrainConfig
 from packgraph.train.run_files import writing
+from packgraph.train.stored_config import CHECKPOINTS, CONFIG, stored_config
 
 PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
-CHECKPOINTS = "checkpoints"
-CONFIG = "config.json"
 SUMMARY = "summary.json"
 CLAIM = ".claim"  # locked by the process that writes the run
 FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard", "offload")
@@ -192,8 +189,9 @@ def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = (
     that makes the rest of the run another one than it would have been.
     """
     path = folder / CONFIG
+    layer, told = stored_config(folder)
     # What the file does not say (it may be older than an option) is as it is now.
-    stored = read_config(config, [load_file(path)])
+    stored = read_config(config, [layer])
     changed = differences(to_dict(stored), to_dict(config))
     # The step at which the decay of the learning rate ends counts, not how it was said.
     before, after = (run.optimizer.decay_steps or run.run.steps for run in (stored, config))
@@ -208,26 +206,10 @@ def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = (
                    else "") for key, (old, new) in changed.items() if key not in free]
     if problems:
         raise ConfigError([*problems, f"a resumed run must be the same; take its values by --config {path}"])
-    notes = [f"{key} changes from {changed[key][0]} to {changed[key][1]}: from here on this is another run"
-             for key in CHANGED_WHEN_ASKED if key in changed and key in asked]
+    notes = [told] if told else []
+    notes += [f"{key} changes from {changed[key][0]} to {changed[key][1]}: from here on this is another run"
+              for key in CHANGED_WHEN_ASKED if key in changed and key in asked]
     if DECAY in changed and DECAY not in asked:
         notes.append(f"run.steps changes and optimizer.decay_steps is none, so the learning rate now falls until step "
                      f"{after} instead of {before}; --optimizer.decay-steps {before} keeps it as it was")
     return notes
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty when there is no whole one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON so that the file is always whole: a temporary file, then an atomic rename. Raises RunFileError."""
-    partial = path.with_suffix(".tmp")
-    with writing(path):
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)

@@ -25,12 +25,10 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.plan.learning_rate import learning_rate_at
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint import (
-    LATEST,
-    STATE,
+    FoundCheckpoint,
     latest_checkpoint,
-    load_state,
     load_tensors,
-    older_whole_checkpoint,
+    newest_whole_checkpoint,
     save_checkpoint,
 )
 from packgraph.train.checkpoint_reader import CheckpointError
@@ -40,17 +38,18 @@ from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import add_counts
 from packgraph.train.expert_room import restore_room, room_of_experts
 from packgraph.train.left_out import LeftOut
-from packgraph.train.metrics import LateFetch, MetricsLog, RowsOnly, summarize
+from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.repeat import Repeats
 from packgraph.train.row_timing import is_wanted, measured_cost, put_back, slowest_rank, time_row
-from packgraph.train.run_files import writing
-from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, read_json, write_json
+from packgraph.train.run_files import read_json, write_json, writing
+from packgraph.train.run_folder import SUMMARY
 from packgraph.train.sharing import Sharing
 from packgraph.train.signals import StopRequest
 from packgraph.train.step import count_loss_tokens, take_step
+from packgraph.train.stored_config import CHECKPOINTS, CONFIG
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
@@ -123,7 +122,9 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run. Raises CheckpointError."""
-        path, step, state = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        path, step, state, damaged = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        for told in damaged:
+            self.view.note(f"{told}. It is passed over")
         random = random_states(self.device)
         stream = self._stream()
         if state.get("random_streams", ["random"]) == all_streams(self.mesh, sequence=self._splits_rows):
@@ -143,26 +144,15 @@ class Trainer:
         self.step = self._resumed_at = step
         self.view.note(f"resumed from {path}")
 
-    def _find_checkpoint(self) -> tuple[Path, int, dict[str, Any]]:
-        """The newest checkpoint, its step and its state, after its files were checked. Raises CheckpointError."""
-        path = latest_checkpoint(self.folder / CHECKPOINTS)
-        if path is None:
+    def _find_checkpoint(self) -> FoundCheckpoint:
+        """The newest whole checkpoint. Raises CheckpointError."""
+        found = newest_whole_checkpoint(self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs"))
+        if found is None:
             raise CheckpointError(f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from")
-        try:
-            step, state = load_state(path)
-        except CheckpointError as error:
-            older = older_whole_checkpoint(path)
-            if older is None:
-                raise
-            raise CheckpointError(f"{error}. {older} is whole: to go on from it, write its name into the file "
-                                  f"`latest`: echo {older.name} > {path.parent / LATEST}") from error
-        missing = [name for name in ("data", "random_device", "graphs") if name not in state]
-        if missing:
-            raise CheckpointError(f"{path / STATE}: damaged: it has no {', '.join(missing)}")
-        if state["random_device"] != self.device.type:
-            raise CheckpointError(f"{path}: written on {state['random_device']}, this is {self.device.type}; a run "
-                                  "goes on bitwise only on the same kind of device (run.device)")
-        return path, step, state
+        if found.state["random_device"] != self.device.type:
+            raise CheckpointError(f"{found.path}: written on {found.state['random_device']}, this is {self.device.type}"
+                                  "; a run goes on bitwise only on the same kind of device (run.device)")
+        return found
 
     def _stream(self) -> str:
         """Name of the random numbers that this rank draws from."""
@@ -177,6 +167,9 @@ class Trainer:
             self.view.note(f"nothing to do: all {self.config.run.steps} steps are done; raise run.steps to go on")
             return summary
         log = self._open_log()
+        if log.damaged:
+            lines = ", ".join(map(str, log.damaged[:8])) + (" …" if len(log.damaged) > 8 else "")
+            self.view.note(f"{METRICS}: damaged lines are left out, the others kept (of what it was: {lines})")
         if not log.has_board:
             self.view.note("TensorBoard events are left out: tensorboard is not installed (pip install tensorboard)")
         ended = COMPLETED
@@ -219,9 +212,12 @@ class Trainer:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._resumed_at:
                 (self.folder / SUMMARY).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
-        # `--resume` is a wish of this call; a copy of the file starts a run of its own.
-        write_json(self.folder / CONFIG, to_dict(replace(self.config, run=replace(self.config.run, resume=False))))
+        write_json(self.folder / CONFIG, self._stored_config())
         return MetricsLog(self.folder, last_step=self.step)
+
+    def _stored_config(self) -> dict[str, Any]:
+        """The configuration; `--resume` is a wish of this call, and a copy of config.json starts a run of its own."""
+        return to_dict(replace(self.config, run=replace(self.config.run, resume=False)))
 
     def _must_stop(self, stop: StopRequest) -> bool:
         """Whether the run ends here. Several processes find out together, from the numbers of a finished step."""
@@ -330,7 +326,9 @@ class Trainer:
         self._mark_position()
         state = {"data": self._position, "random_device": self.device.type,
                  "random_streams": all_streams(self.mesh, sequence=self._splits_rows), "graphs": self._graphs(),
-                 "experts": room_of_experts(self.model, self.config, self.mesh, self.device)}
+                 "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
+                 "config": self._stored_config()}
+        log.sync()
         save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
                         self.mesh)
 

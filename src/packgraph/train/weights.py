@@ -18,12 +18,12 @@ from packgraph.models.hf import CONFIG, WeightsError, fill_pretrained, pretraine
 from packgraph.models.hf_config import config_from_json, shape_values
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
 from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.config import ConfigError, Layer, load_file, read_config
+from packgraph.train.config import ConfigError, Layer, read_config
 from packgraph.train.options import TrainConfig
 from packgraph.train.presets import preset
 from packgraph.train.run_files import writing
-from packgraph.train.run_folder import CHECKPOINTS
-from packgraph.train.run_folder import CONFIG as RUN_CONFIG
+from packgraph.train.stored_config import CHECKPOINTS, stored_config
+from packgraph.train.stored_config import CONFIG as RUN_CONFIG
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -93,7 +93,7 @@ def export(run: Path, folder: Path) -> Path:
 
 
 def _config_of(run: Path) -> TrainConfig:
-    layer = load_file(run / RUN_CONFIG)
+    layer = stored_config(run).layer
     name = layer.values.get("preset")
     if not isinstance(name, str):
         raise ConfigError([f"{run / RUN_CONFIG}: says no preset; is this the folder of a run?"])

@@ -1,0 +1,221 @@
+"""A run whose files were damaged goes on from what is whole, and says so."""
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainkit import state_of, tiny, trainer
+
+from packgraph import cli
+from packgraph.train.checkpoint_reader import CheckpointError
+from packgraph.train.checkpoint_state import read_state
+from packgraph.train.config import ConfigError, to_dict
+from packgraph.train.metrics import METRICS, MetricsLog, read_metrics
+from packgraph.train.run_files import read_json, write_json
+from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, check_same_run
+from packgraph.train.signals import StopRequest
+from packgraph.train.stored_config import stored_config
+
+CONFIGURATION = tiny(steps=6, checkpoint_every=2)
+
+
+def flip(path: Path, bit: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    bit = 4 * len(content) if bit is None else bit
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def go(folder: Path, steps: int, resume: bool) -> dict[str, torch.Tensor]:
+    run = trainer(folder, tiny(steps=steps, checkpoint_every=2))
+    if resume:
+        run.resume()
+    run.run(StopRequest())
+    return state_of(run)
+
+
+@pytest.mark.parametrize("name", ["state.json", ".metadata", "__0_0.distcp"])
+def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Path, name: str) -> None:
+    expected = go(tmp_path / "straight", 6, False)
+    go(tmp_path / "run", 6, False)
+    flip(tmp_path / "run" / CHECKPOINTS / "step-00000006" / name)
+    found = go(tmp_path / "run", 6, True)
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    said = " ".join((tmp_path / "log").read_text().split())
+    assert f"step-00000006/{name}" in said.replace(" ", "") or name in said
+    assert "resumed from" in said and "step-00000004" in said
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / METRICS)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_state_without_its_parts_is_passed_over(tmp_path: Path) -> None:
+    from packgraph.train.checkpoint_state import write_state
+    go(tmp_path / "run", 6, False)
+    path = tmp_path / "run" / CHECKPOINTS / "step-00000006" / "state.json"
+    content = json.loads(path.read_text())
+    del content["checksum"], content["state"]["data"]
+    write_state(path, content)
+    run = trainer(tmp_path / "run", CONFIGURATION)
+    run.resume()
+    assert run.step == 4
+
+
+def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
+    go(tmp_path / "run", 6, False)
+    for path in (tmp_path / "run" / CHECKPOINTS).glob("step-*/state.json"):
+        flip(path)
+    with pytest.raises(CheckpointError, match="no other checkpoint"):
+        trainer(tmp_path / "run", CONFIGURATION).resume()
+
+
+def test_the_configuration_is_in_the_checkpoint(tmp_path: Path) -> None:
+    go(tmp_path / "run", 6, False)
+    _, state, _ = read_state(tmp_path / "run" / CHECKPOINTS / "step-00000006")
+    assert state["config"] == json.loads(json.dumps(to_dict(CONFIGURATION)))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", None])
+def test_a_damaged_config_comes_from_the_newest_checkpoint(tmp_path: Path, content: bytes | None) -> None:
+    folder = tmp_path / "run"
+    go(folder, 6, False)
+    whole = read_json(folder / CONFIG)
+    (folder / CONFIG).unlink()
+    if content is not None:
+        (folder / CONFIG).write_bytes(content)
+    flip(folder / CHECKPOINTS / "step-00000006" / "state.json")
+    (note,) = check_same_run(folder, CONFIGURATION)
+    assert "config.json" in note and "step-00000004" in note
+    assert stored_config(folder).layer.values == whole
+    go(folder, 8, True)
+    assert read_json(folder / CONFIG)["run"]["steps"] == 8
+
+
+def test_a_config_that_nothing_can_replace_is_a_clear_error(tmp_path: Path) -> None:
+    write_json(tmp_path / CONFIG, to_dict(CONFIGURATION))
+    flip(tmp_path / CONFIG, 8 * (tmp_path / CONFIG).read_text().index("eps") + 1)
+    with pytest.raises(ConfigError, match=r"config\.json: damaged or edited.*checksum"):
+        check_same_run(tmp_path, CONFIGURATION)
+
+
+def test_no_flipped_bit_of_the_config_changes_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    go(folder, 2, False)
+    original, expected = (folder / CONFIG).read_bytes(), stored_config(folder).layer.values
+    for bit in random.Random(1).sample(range(8 * len(original)), 400):
+        (folder / CONFIG).write_bytes(original)
+        flip(folder / CONFIG, bit)
+        assert stored_config(folder).layer.values == expected
+
+
+def test_a_damaged_summary_is_made_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    go(folder, 6, False)
+    text = (folder / SUMMARY).read_text()
+    (folder / SUMMARY).write_text(text.replace('"loss_first": ', '"loss_first": 1'))
+    assert read_json(folder / SUMMARY) == {}
+
+
+def test_what_a_resume_reads_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    log = MetricsLog(tmp_path, last_step=0)
+    synced.clear()
+    log.sync()
+    assert synced == {METRICS}
+    synced.clear()
+    log.close()
+    assert METRICS in synced
+    write_json(tmp_path / SUMMARY, {"steps": 1})
+    assert {"summary.tmp", tmp_path.name} <= synced
+
+
+def test_metrics_are_synced_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from packgraph.train import trainer as module
+    events: list[str] = []
+    sync, save = MetricsLog.sync, module.save_checkpoint
+    monkeypatch.setattr(MetricsLog, "sync", lambda log: (events.append("sync"), sync(log))[1])
+    monkeypatch.setattr(module, "save_checkpoint", lambda *args: (events.append("save"), save(*args))[1])
+    go(tmp_path / "run", 4, False)
+    assert events[:4] == ["sync", "save", "sync", "save"]
+
+
+def row(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0, "tokens": 80, "places": 100, "seconds": 0.5, "starting": step == 1}
+
+
+@pytest.mark.parametrize("bad", ["[1]", "3", "{}", '{"step": 3, "lo', '{"step": "3", "loss": 2}', "\x00\x00", "",
+                                 "[" * 100_000])
+def test_a_damaged_row_of_metrics_keeps_the_others(tmp_path: Path, bad: str) -> None:
+    lines = [json.dumps(row(1)), json.dumps(row(2)), bad, json.dumps(row(4))]
+    (tmp_path / METRICS).write_text("\n".join(lines) + "\n")
+    assert [entry["step"] for entry in read_metrics(tmp_path / METRICS)] == [1, 2, 4]
+    log = MetricsLog(tmp_path, last_step=4)
+    assert log.damaged == [3]
+    log.write(row(5))
+    log.close()
+    assert [entry["step"] for entry in read_metrics(tmp_path / METRICS)] == [1, 2, 4, 5]
+
+
+def test_the_line_that_a_kill_cut_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text(json.dumps(row(1)) + "\n" + json.dumps(row(2))[:20])
+    log = MetricsLog(tmp_path, last_step=2)
+    log.close()
+    assert log.damaged == [] and [entry["step"] for entry in log.rows] == [1]
+
+
+SMALL = ["--model.num-layers", "1", "--model.hidden-size", "16", "--model.num-heads", "2", "--model.num-kv-heads", "1",
+         "--model.head-dim", "8", "--model.intermediate-size", "32", "--run.tokens-per-step", "64",
+         "--run.device", "cpu", "--graph.enabled", "no", "--graph.capacities", "64x8"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    draw = random.Random(0)
+    (tmp_path / "data.jsonl").write_text("\n".join(
+        json.dumps({"text": "".join(draw.choices("abcdef ", k=draw.randint(5, 50)))}) for _ in range(40)) + "\n")
+    return ["--data.source", "jsonl", "--data.path", str(tmp_path / "data.jsonl"),
+            "--run.folder", str(tmp_path / "runs")]
+
+
+def test_the_command_goes_on_with_damaged_files_and_cleans_up(
+        tmp_path: Path, data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.checkpoint-every", "2"]
+    assert cli.main([*words, "--run.steps", "4"]) == 0
+    folder = tmp_path / "runs" / "mine"
+    checkpoints = folder / CHECKPOINTS
+    flip(checkpoints / "step-00000004" / "__0_0.distcp")
+    (folder / CONFIG).write_bytes(b"")
+    with (folder / METRICS).open("a") as stream:
+        stream.write("rubbish\n")
+    for name in (".writing-step-00000006", ".replaced-step-00000002"):
+        (checkpoints / name).mkdir()
+    (folder / "shared-0123.tmp").write_text("")
+    capsys.readouterr()
+    assert cli.main(["train", "--config", str(folder / CONFIG), "--resume", "--run.steps", "3"]) == 0
+    text = " ".join(capsys.readouterr().err.split())
+    for said in ("step-00000004/__0_0.distcp: damaged", "resumed from", "step-00000002", "metrics.jsonl",
+                 "config.json"):
+        assert said in text, said
+    assert not list(checkpoints.glob(".*")) and not list(folder.glob("*.tmp"))
+    assert (checkpoints / "latest").read_text() == "step-00000003\n"
+
+
+def test_leftovers_go_before_the_first_save(tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from packgraph.train.trainer import Trainer
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps"]
+    assert cli.main([*words, "2"]) == 0
+    checkpoints = tmp_path / "runs" / "mine" / CHECKPOINTS
+    (checkpoints / ".writing-step-00000006").mkdir()
+    seen: list[list[Path]] = []
+    real = Trainer.resume
+    monkeypatch.setattr(Trainer, "resume", lambda run: (seen.append(list(checkpoints.glob(".*"))), real(run))[1])
+    assert cli.main([*words, "3", "--resume"]) == 0
+    assert seen == [[]]
