@@ -41,7 +41,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     """Sum over rows of -log softmax(hidden @ weight.T)[label]: 0-d float32.
 
     hidden: [T, H]; weight: [V, H]; labels: int64 [T], each in [0, V) or -100 (ignored: its loss and gradients
-    are exactly 0); any other makes the loss and gradients NaN. chunk: rows of logits held at once, derived from V when None.
+    are exactly 0); any other makes loss and gradients NaN. chunk: rows of logits held at once,
+    derived from V when None.
     Raises ValueError for a chunk below 1.
     """
     rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk

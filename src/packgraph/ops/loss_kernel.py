@@ -52,8 +52,8 @@ def logits_to_gradients(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
     """Write the loss of every row to `losses` and the gradient of its logits over `logits`.
 
     logits: [C, V], a float dtype, rows contiguous. labels: int64 [C], -100 = the row does not count: loss and gradient
-    are exactly 0, whatever it holds. A label outside [0, V) gives a loss and gradients of NaN; nothing is read outside the row.
-    losses: float32 [C]. One operation for torch.compile.
+    are exactly 0, whatever it holds. A label outside [0, V) gives a loss and gradients of NaN; nothing is read
+    outside the row. losses: float32 [C]. One operation for torch.compile.
     """
     rows, size = logits.shape
     _row[(rows,)](logits, labels, losses, logits.stride(0), SIZE=size, BLOCK=min(BLOCK, triton.next_power_of_2(size)),

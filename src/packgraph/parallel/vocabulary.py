@@ -4,7 +4,8 @@
                             two small all-reduces [C, 1] and [C, 2] -> the same loss on all ranks
 
 As in `ops/loss.py` gradients are computed in the forward pass, chunk by chunk, and rows without a label contribute
-exactly zero, while tokens and labels that are no word of the vocabulary make NaN on all ranks. Each rank's gradient of `hidden` is its words' share; the shares are summed on the way out.
+exactly zero, while tokens and labels that are no word of the vocabulary make NaN on all ranks. Each rank's gradient of
+`hidden` is its words' share; the shares are summed on the way out.
 """
 from typing import Any
 
