@@ -1,7 +1,8 @@
 """The command `packgraph`: train, verify, plan, bench, export, presets.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails (the loss is no
-number, a verification differs) ends with 1. A traceback is shown for our bugs only.
+number, a verification differs) ends with 1; a run that was told to stop saves and ends with 128 + the signal's number,
+or 75 at its time limit (train/signals.py). A traceback is shown for our bugs only.
 """
 import argparse
 import contextlib
@@ -33,6 +34,10 @@ summary.json.
   PRESET         the run to start from (see `packgraph presets`); may be left out with --config
   --config FILE  values from a .toml or .json file, such as runs/NAME/config.json; options win over it
   --resume       go on from the newest checkpoint of the run (the same as --run.resume)
+  --resume auto  the same if there is one, else start afresh: for torchrun --max-restarts and jobs that are requeued
+
+A run that is told to stop (Ctrl-C, SIGTERM, SIGUSR1, --run.max-minutes) saves after its step and ends with 128 + the
+signal's number (130, 143, 138), or 75 at its time limit. Errors in what was asked for end with 2, failed runs with 1.
 
 Options, with the defaults of {preset}:"""
 
@@ -178,13 +183,13 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="packgraph", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("preset", nargs="?")
     parser.add_argument("--config", type=Path)
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", choices=("newest", "auto"))
     parser.add_argument("--steps", type=int)
     parser.add_argument("--skip-one-process", action="store_true")
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     # Which words are options does not depend on the preset, only their defaults do.
-    options, rest = split_overrides(words, next(iter(PRESETS.values()))(), OWN_OPTIONS)
+    options, rest = split_overrides(_resume_as_one_word(words), next(iter(PRESETS.values()))(), OWN_OPTIONS)
     try:
         own, unknown = parser.parse_known_args(rest)
     except argparse.ArgumentError as error:
@@ -201,7 +206,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
             raise ConfigError([f"name a preset ({', '.join(PRESETS)}) or a --config file"])
         return None, own
     base = preset(name)
-    flags = Layer("--resume", {"run": {"resume": True}} if own.resume else {})
+    flags = Layer("--resume", {"run": {"resume": own.resume == "newest" or "auto"}} if own.resume else {})
     config = read_config(base, [*layers, options, flags])
     init_from = config.run.init_from
     if init_from is not None and not (config.run.resume and not Path(init_from).expanduser().exists()):
@@ -212,6 +217,17 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
         config = read_config(base, [*layers, Layer(str(own.config), run_of(own.config)), options, flags])
     own.asked = dotted(options.values)
     return dataclasses.replace(config, preset=name), own
+
+
+def _resume_as_one_word(words: list[str]) -> list[str]:
+    """`--resume` may be followed by the preset, or by its own value."""
+    found: list[str] = []
+    for word in words:
+        if word == "auto" and found and found[-1] == "--resume=newest":
+            found[-1] = "--resume=auto"
+        else:
+            found.append("--resume=newest" if word == "--resume" else word)
+    return found
 
 
 def _train(words: list[str]) -> int:
@@ -236,7 +252,7 @@ def _train(words: list[str]) -> int:
 
     folder, summary = train(config, own.asked)
     if Launch.read().rank != 0:
-        return 0
+        return int(summary.get("exit_code", 0))
     print(f"{summary['ended']}: {summary['steps']} steps, summary in {folder / 'summary.json'}", file=sys.stderr)
     if "loss_first" in summary:
         print(f"loss {summary['loss_first']:.4f} → {summary['loss_last']:.4f}, {summary['tokens_per_second']:,.0f} "
@@ -245,7 +261,7 @@ def _train(words: list[str]) -> int:
     line = left_out_line(summary.get("documents", {}))
     if line:
         print(line, file=sys.stderr)
-    return 0
+    return int(summary.get("exit_code", 0))
 
 
 def _verify(words: list[str]) -> int:
@@ -297,7 +313,7 @@ def _plan_data(words: list[str]) -> int:
     if own.help or config is None:
         print(introduction())
         return 0
-    given = {"--resume": own.resume, "--steps": own.steps is not None, "--apart": own.apart,
+    given = {"--resume": own.resume is not None, "--steps": own.steps is not None, "--apart": own.apart,
              "--skip-one-process": own.skip_one_process}
     if any(given.values()):
         raise ConfigError([f"{name}: is no option of `packgraph plan`" for name, is_given in given.items() if is_given])

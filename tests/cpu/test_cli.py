@@ -1,6 +1,7 @@
 """The command as a user meets it: help, one clear block for every mistake, whole runs."""
 import builtins
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ import pytest
 
 import packgraph.train
 from packgraph import cli
+from packgraph.train import launch
 from packgraph.train.command_line import all_options
 from packgraph.train.presets import PRESETS, preset
+from packgraph.train.run_folder import can_go_on, claimed
+from packgraph.train.signals import StopRequest
 
 SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "32", "--model.num-layers", "1",
          "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.head-dim", "8",
@@ -290,7 +295,7 @@ def test_a_loss_that_is_no_number_ends_with_one(
     assert "training failed: step" in text and "--optimizer.learning-rate" in text and "Traceback" not in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
 def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(tmp_path: Path, data: list[str], number: signal.Signals) -> None:
     process = command("train", "qwen3-tiny", *SMALL, *data, "--run.steps", "1000000", "--run.checkpoint-every",
                       "1000000")
@@ -301,7 +306,83 @@ def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(tmp_path: Path, data: lis
         time.sleep(0.02)
     process.send_signal(number)
     _, text = process.communicate(timeout=30)
-    assert process.returncode == 0 and "Traceback" not in text
+    assert process.returncode == 128 + number and "Traceback" not in text
     assert f"stopped by {number.name}" in text
     summary = json.loads((metrics.parent / "summary.json").read_text())
     assert (metrics.parent / "checkpoints" / "latest").read_text().strip() == f"step-{summary['steps']:08d}"
+
+
+def test_a_time_limit_saves_and_ends_with_a_code_to_requeue_on_and_one_command_goes_on(
+        tmp_path: Path, data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "el", "--run.steps", "1000000",
+             "--run.checkpoint-every", "1000000", "--resume", "auto"]
+    reached = [0]
+    for _ in range(3):
+        assert cli.main([*words, "--run.max-minutes", "0.05"]) == 75
+        text = capsys.readouterr().err
+        assert "stopped by run.max_minutes = 0.05" in text and ("resumed from" in text) == (reached[-1] > 0)
+        reached.append(json.loads((tmp_path / "runs" / "el" / "summary.json").read_text())["steps"])
+    assert reached == sorted(set(reached))
+    words[words.index("1000000")] = str(reached[-1] + 2)
+    assert cli.main(words) == 0
+    assert cli.main(words) == 0  # nothing to do
+    rows = [json.loads(line) for line in (tmp_path / "runs" / "el" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, reached[-1] + 3))
+
+
+@pytest.mark.parametrize("words", [["--resume", "qwen3-tiny"], ["qwen3-tiny", "--resume"]])
+def test_resume_without_a_value_takes_no_preset_for_one(
+        words: list[str], data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *words, *data, "--run.name", "none"]) == 2
+    assert "--resume: there is no run" in capsys.readouterr().err
+
+
+def test_a_restart_waits_for_the_process_that_is_still_saving(tmp_path: Path) -> None:
+    config = preset("qwen3-tiny")
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(tmp_path), name="el",
+                                                                 resume="auto"))
+    folder = tmp_path / "el"
+    begun = threading.Event()
+
+    def save() -> None:
+        with claimed(folder):
+            begun.set()
+            time.sleep(0.5)
+            (folder / "checkpoints" / "step-00000003").mkdir(parents=True)
+
+    assert not can_go_on(config)
+    thread = threading.Thread(target=save)
+    thread.start()
+    begun.wait()
+    assert can_go_on(config) and not thread.is_alive()
+    thread.join()
+
+
+def test_a_signal_at_the_last_step_is_no_interruption() -> None:
+    request = StopRequest()
+    assert not request and request.exit_code() == 143
+    request.note(signal.SIGUSR1)
+    assert request and request.exit_code() == 138
+    late = StopRequest(max_minutes=1e-9)
+    assert late and late.exit_code() == 75
+
+
+@pytest.mark.parametrize("name", [["--run.name", "mine"], []])
+def test_a_run_that_was_made_meanwhile_is_not_destroyed(
+        name: list[str], tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prepare = tmp_path / "runs" / (name[1] if name else "qwen3-tiny"), launch.prepare
+
+    def slowly(*arguments: Any) -> Any:
+        (folder / "checkpoints" / "step-00000009").mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+        return prepare(*arguments)
+
+    monkeypatch.setattr(launch, "prepare", slowly)
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3", "--graph.enabled", "false", *name]
+    assert cli.main(words) == (2 if name else 0)
+    text = capsys.readouterr().err
+    assert ("was made by another process meanwhile" in text) == bool(name)
+    assert (folder / "summary.json").read_text() == "{}" and sorted(p.name for p in folder.iterdir()) == [
+        ".claim", "checkpoints", "summary.json"]
+    assert name or (tmp_path / "runs" / "qwen3-tiny-2" / "summary.json").exists()

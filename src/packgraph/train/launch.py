@@ -8,7 +8,7 @@ one leaves its name free.
 import contextlib
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.processes import Launch, on_first, processes
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config import ConfigError
 from packgraph.train.context_rows import context_notes, places_multiple
@@ -29,7 +29,8 @@ from packgraph.train.offload_report import report_offloading
 from packgraph.train.offloading import Offloading
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
-from packgraph.train.run_folder import check_same_run, choose_folder, claimed
+from packgraph.train.run_files import RunFileError
+from packgraph.train.run_folder import can_go_on, check_same_run, choose_folder, take_folder
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import Trainer
 
@@ -107,6 +108,8 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
     device = choose_device(config.run.device, launch)
     if config.run.deterministic:
         use_deterministic_kernels(device)
+    if config.run.resume == "auto":
+        config = replace(config, run=replace(config.run, resume=can_go_on(config)))
     folder = choose_folder(config)
     if config.run.resume:
         config = with_stored_capacities(folder, config)
@@ -116,9 +119,11 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
     check_memory(config, device, available_memory(device, launch.local_world), world=launch.world, rank=launch.rank)
     # The folder was chosen before the processes meet, so all have looked before one of them creates it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
-    with processes(config.parallel.layout(), device, launch) as mesh, \
-            claimed(folder) if launch.rank == 0 else contextlib.nullcontext(), \
-            ProgressView(config.run.steps, config.run.log_every, console) as view, stop_on_signals() as stop:
+    with processes(config.parallel.layout(), device, launch) as mesh, contextlib.ExitStack() as held, \
+            ProgressView(config.run.steps, config.run.log_every, console) as view, \
+            stop_on_signals(config.run.max_minutes) as stop:
+        chosen = folder
+        folder = on_first(mesh, lambda: take_folder(chosen, config, held), ConfigError, RunFileError)
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
         for note in prepared.notes:

@@ -12,8 +12,9 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from packgraph.train.metrics import METRICS
 from packgraph.train.options import TrainConfig
 from packgraph.train.run_files import writing
 
+PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -31,6 +33,7 @@ FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard", "offload")
 # What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
 # Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
 FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_every", "run.checkpoint_every",
+                  "run.max_minutes",
                   "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
                   "graph.memory_budget",
                   "graph.strict", "graph.scope", "graph.granularity", "graph.optimizer", "graph.autotune", "data.path",
@@ -70,6 +73,20 @@ def choose_folder(config: TrainConfig) -> Path:
     return parent / (config.preset if number == 1 else f"{config.preset}-{number}")
 
 
+def can_go_on(config: TrainConfig) -> bool:
+    """Whether there is a checkpoint that a run under `--resume auto` goes on from.
+
+    Waits for a process that is still writing the run, for the time that a process which was told to stop may take.
+    """
+    parent, name = Path(config.run.folder), config.run.name
+    taken = _numbered(parent, config.preset) if name is None else {}
+    folder = taken[max(taken)] if taken else parent / (name or config.preset)
+    end = time.monotonic() + PATIENCE
+    while is_running(folder) and time.monotonic() < end:
+        time.sleep(0.2)
+    return has_checkpoint(folder)
+
+
 def _folder_to_resume(parent: Path, name: str | None, preset: str) -> Path:
     if name is not None:
         if not (parent / name).is_dir():
@@ -88,9 +105,33 @@ def has_checkpoint(folder: Path) -> bool:
 
 def _was_given_up(folder: Path) -> bool:
     """Whether a folder holds nothing but the files of a run that ended before its first checkpoint."""
-    if not folder.is_dir() or is_running(folder) or has_checkpoint(folder):
-        return False
-    return all(path.name in FILES or path.suffix == ".tmp" for path in folder.iterdir())
+    return folder.is_dir() and not is_running(folder) and _is_free(folder)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether there is nothing in a run's folder that another run would destroy."""
+    return not has_checkpoint(folder) and all(path.name in FILES or path.suffix == ".tmp" for path in folder.iterdir())
+
+
+def take_folder(folder: Path, config: TrainConfig, held: ExitStack) -> Path:
+    """Claim `folder`, which `choose_folder` has chosen, for as long as `held` is open. Returns what was claimed.
+
+    Between choosing and claiming lie reading of data and meeting of processes, and another run may have been made there
+    meanwhile: so it is looked at again under the claim. A run without a name takes the next free number then. Raises
+    ConfigError and RunFileError.
+    """
+    while True:
+        try:
+            with ExitStack() as attempt:
+                attempt.enter_context(claimed(folder))
+                if not config.run.resume and not _is_free(folder):
+                    raise ConfigError([f"{folder} was made by another process meanwhile; choose another --run.name"])
+                held.enter_context(attempt.pop_all())
+                return folder
+        except ConfigError:
+            if config.run.name is not None or config.run.resume:
+                raise
+        folder = choose_folder(config)
 
 
 def is_running(folder: Path) -> bool:

@@ -197,9 +197,12 @@ class Trainer:
             raise
         finally:
             log.close()
-        if self._must_stop(stop):
+        stopped = self.step < self.config.run.steps and self._must_stop(stop)
+        if stopped:
             ended = f"stopped by {stop.reason or 'a signal to another process'}"
         summary = self._summary(log, ended)
+        if stopped:
+            summary["exit_code"] = stop.exit_code()
         if self.mesh.rank == 0:
             write_json(self.folder / SUMMARY, summary)
         return summary
