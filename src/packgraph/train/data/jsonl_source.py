@@ -1,7 +1,7 @@
 """JSONL: one JSON object a line.
 
 All lines are checked when the source is opened, so that a run of hours does not end at a bad one: also the ids, labels,
-masks and boundaries of tokenized rows, which adds about a third to the time of reading their JSON. Only the places of
+masks and boundaries of tokenized rows, which adds about half to the time of reading their JSON. Only the places of
 lines are kept in memory, and the largest id, which is held against the vocabulary when the tokenizer is known.
 """
 import hashlib
