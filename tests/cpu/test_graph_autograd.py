@@ -423,3 +423,19 @@ def test_a_hook_is_called_where_one_of_two_calls_gives_a_gradient(used_first):
     run_both(eager, graphed, act)
     assert len(seen["graphs"]) == len(seen["eager"]) == 4
     assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
+
+
+def test_a_hook_is_called_for_a_gradient_that_comes_from_elsewhere():
+    """The call gives none, eager code in the same backward gives one."""
+    eager, graphed = twins(warmup=1)
+    seen = {"eager": [], "graphs": []}
+    for label, model in (("eager", eager), ("graphs", graphed)):
+        model.get_parameter("aside.bias").register_hook(lambda g, label=label: seen[label].append(g.clone()) or g * 3)
+
+    def act(model, number):
+        (model(sample(number))[0].sum() + model.get_parameter("aside.bias").square().sum()).backward()
+        return []
+
+    run_both(eager, graphed, act)
+    assert len(seen["graphs"]) == len(seen["eager"]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))

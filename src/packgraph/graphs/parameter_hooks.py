@@ -1,8 +1,9 @@
 """Hooks of parameters that get no gradient from a backward: autograd calls them with None where eager would not.
 
 A region reaches all its parameters through one node, and autograd visits every one of them, whether it got a gradient
-or not. A hook that is called with None fails (`lambda grad: grad * 2`), or counts what has not happened. So hooks of a
-parameter that nothing has delivered a gradient to are put aside until autograd has visited it.
+or not. A hook that is called with None fails (`lambda grad: grad * 2`), or counts what has not happened. So until
+autograd has visited such a parameter one hook stands for its own, which calls them if a gradient comes after all: from
+another region, or from eager code.
 """
 import operator
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 _HOOKS = operator.attrgetter("_backward_hooks")
+_KEY = "packgraph"  # torch counts its own
 
 
 class _Visit:
@@ -18,26 +20,28 @@ class _Visit:
 
     def __init__(self, parameter: torch.Tensor, node: Any, task: int) -> None:
         self.parameter, self.task = parameter, task
-        self._delivered = False
-        self._aside: dict[Any, Any] = {}
+        self._aside = dict(_HOOKS(parameter))
+        _HOOKS(parameter).clear()
+        _HOOKS(parameter)[_KEY] = self._arrives
         self._handle = node.register_hook(self._visited)
 
-    def arrives(self, delivered: bool) -> None:
-        """A region is done with the parameter; several regions may lead to it."""
-        self._delivered = self._delivered or delivered
-        if self._delivered:
-            self.end()
-        elif not self._aside:
-            self._aside = dict(_HOOKS(self.parameter))
-            _HOOKS(self.parameter).clear()
+    def _arrives(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
+        hooks = list(self._aside.values())
+        self.end()  # before they run: they may remove themselves
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
 
     def end(self) -> None:
         """Put the hooks back, before those that were added meanwhile."""
-        table, aside = _HOOKS(self.parameter), self._aside
-        if aside:
-            self._aside, added = {}, dict(table)
+        table = _HOOKS(self.parameter)
+        if table.pop(_KEY, None) is not None:
+            added = dict(table)
             table.clear()
-            table.update(aside | added)
+            table.update(self._aside | added)
 
     def _visited(self, *_: object) -> None:
         self._handle.remove()
@@ -48,18 +52,13 @@ class _Visit:
 _VISITS: dict[int, _Visit] = {}
 
 
-def are_expected(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether any of these is about to be visited, so that its hooks may be put aside."""
-    return bool(_VISITS) and any(id(parameter) in _VISITS for parameter in parameters)
-
-
 def expect_visits(nodes: Sequence[tuple[Any, int]], parameters: Sequence[torch.Tensor],
                   gradients: Sequence[torch.Tensor | None]) -> None:
-    """Within a backward: put hooks aside of parameters that are about to be visited with no gradient.
+    """Within a backward: let no hook be called with None of parameters that a region delivers no gradient to.
 
     nodes: autograd's accumulators of the parameters. gradients: those that a region delivers.
     """
-    if not _VISITS and not any(map(_HOOKS, parameters)):
+    if not any(map(_HOOKS, parameters)):
         return
     task = torch._C._current_graph_task_id()
     for (node, _), parameter, gradient in zip(nodes, parameters, gradients, strict=True):
@@ -67,8 +66,5 @@ def expect_visits(nodes: Sequence[tuple[Any, int]], parameters: Sequence[torch.T
         if visit is not None and visit.task != task:  # of a backward that has failed in between
             visit.end()
             visit = None
-        if visit is None:
-            if not _HOOKS(parameter):
-                continue
-            visit = _VISITS[id(parameter)] = _Visit(parameter, node, task)
-        visit.arrives(gradient is not None)
+        if visit is None and gradient is None and _HOOKS(parameter):
+            _VISITS[id(parameter)] = _Visit(parameter, node, task)

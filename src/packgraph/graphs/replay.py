@@ -18,7 +18,7 @@ from packgraph.graphs.autograd_walk import is_seen
 from packgraph.graphs.entries import make_entry
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.output_gradients import pattern_of
-from packgraph.graphs.parameter_hooks import are_expected, expect_visits
+from packgraph.graphs.parameter_hooks import expect_visits
 from packgraph.graphs.parameters import are_quiet, has_hooks
 from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
@@ -138,10 +138,10 @@ def _replay_backward(region: Region, backward: Backward, gradients: Gradients, t
     whole = region.parameters.is_whole()
     asked: list[GradientBuffer] = []
     owned = [buffer.parameter for buffer in backward.owned]
-    if not whole or are_expected(owned) or not are_quiet(owned):
+    if not whole or not are_quiet(owned):
         # One that was frozen since its forward gets none, which autograd knows.
         asked = [buffer for buffer in backward.owned if not whole or not buffer.parameter.requires_grad
-                 or has_hooks(buffer.parameter) or are_expected([buffer.parameter])]
+                 or has_hooks(buffer.parameter)]
     with launches:
         if not launches.shared:
             found, results = _launch_backward(region, backward, gradients, asked)
