@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from packgraph.packing.capacity import Capacity
 from packgraph.plan.learning_rate import learning_rate_at
+from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.config import ConfigError, to_dict
 from packgraph.train.disagreements import disagreements
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
@@ -312,3 +314,16 @@ def test_presets_name_themselves(name: str) -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean qwen3-tiny"):
         preset("qwen-tiny")
+
+
+@pytest.mark.parametrize(("graph", "buckets", "text"), [
+    ({"capacities": (Capacity(1, 1), Capacity(8, 2))}, {}, "graph.capacities: no label can remain in 1x1, since"),
+    ({"capacities": (Capacity(8, 2, longest=1),)}, {}, "no label can remain in 8x2, since"),
+    ({"capacities": "auto"}, {"max_tokens": 1}, "buckets.max_tokens = 1 leaves no label"),
+])
+def test_a_capacity_without_room_for_a_label_is_refused(graph, buckets, text):
+    config = dataclasses.replace(preset("qwen3-tiny"), graph=GraphConfig(enabled=False, **graph),
+                                 buckets=BucketConfig(**buckets))
+    assert any(text in problem for problem in disagreements(config, "cpu"))
+    fine = dataclasses.replace(config, graph=GraphConfig(enabled=False, capacities=(Capacity(2, 1),)))
+    assert disagreements(fine, "cpu") == []

@@ -16,6 +16,8 @@ class DataConfig:
     text_column: name of the column that holds the text in jsonl and parquet.
     tokenizer: bytes = one token a byte, or the path of a tokenizer.json.
     overlong: documents longer than every capacity: error = stop, split = cut into pieces, drop = leave out.
+    on_bad: documents that cannot be read, or hold words that the tokenizer has not: stop = end the run at the first,
+        skip = leave them out and count them.
     window: documents that wait to be combined into packs; more means less padding.
     seed: seed of the order of documents.
     epochs: passes over the documents; none = repeat until the run has all its steps.
@@ -28,6 +30,7 @@ class DataConfig:
     text_column: str = "text"
     tokenizer: str = "bytes"
     overlong: Literal["error", "split", "drop"] = "error"
+    on_bad: Literal["stop", "skip"] = "stop"
     window: int = 256
     seed: int = 0
     epochs: int | None = None

@@ -17,9 +17,11 @@ from packgraph.packing.document import Document
 from packgraph.packing.overlong import fitting_parts
 from packgraph.packing.report import PackReport
 from packgraph.packing.window import Window
+from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.config import DataConfig
-from packgraph.train.data.errors import DataError
+from packgraph.train.data.errors import BadDocumentError, DataError
 from packgraph.train.data.source import DocumentSource, SourceDocument
+from packgraph.train.data.tokenized_row import check_largest
 from packgraph.train.data.tokenizer import Tokenizer
 
 VERSION = 2
@@ -49,11 +51,15 @@ class Microbatches:
         Raises ValueError for bad capacities, DataError for an empty source."""
         if not len(source):
             raise DataError("the source has no documents")
+        self._skips_bad = config.on_bad == "skip"
+        if not self._skips_bad:
+            check_largest(*source.largest_id, tokenizer.vocab_size)
         self._config, self._source, self._tokenizer = config, source, tokenizer
         self._capacities = CapacitySet(capacities, multiple)
         self.report = PackReport()
         self.empty_documents = self.unlabelled_documents = 0
         self._first_unlabelled = ""
+        self._bad = BadDocuments()
         self._window = self._new_window()
         self._epoch = 0
         self._position = 0
@@ -72,6 +78,11 @@ class Microbatches:
         assert isinstance(self._window, Window)
         return self._window.take()
 
+    @property
+    def bad(self) -> BadDocuments:
+        """Documents that were left out as bad: when the source was opened, and since."""
+        return self._source.bad + self._bad
+
     def _new_window(self) -> Waiting:
         """Where documents wait to be packed."""
         return Window[tuple[int, int]](self._capacities, self.report)
@@ -83,14 +94,14 @@ class Microbatches:
             "usable_in_epoch": self._usable_in_epoch, "waiting": [list(tag) for tag in self._window.tags()],
             "report": self.report.state_dict(), "empty_documents": self.empty_documents,
             "unlabelled_documents": self.unlabelled_documents,
-        }
+        } | ({"bad": self._bad.state_dict()} if self._bad.count else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises DataError when this stream is not the same, naming what differs."""
         if state.get("version") != VERSION:
             raise DataError(f"the data position was written in version {state.get('version')!r} of its format, this "
                             f"program reads version {VERSION}")
-        missing = sorted(self.state_dict().keys() - state.keys())
+        missing = sorted(self.state_dict().keys() - state.keys() - {"bad"})
         if missing:
             raise DataError(f"the data position is damaged: it has no {', '.join(missing)}; "
                             "go on from another checkpoint")
@@ -113,12 +124,16 @@ class Microbatches:
         self.report.load_state_dict(state["report"])
         self.empty_documents = state["empty_documents"]
         self.unlabelled_documents = state["unlabelled_documents"]
+        self._bad = BadDocuments()
+        if "bad" in state:
+            self._bad.load_state_dict(state["bad"])
 
     def _add_next(self) -> bool:
         """Let the parts of the next document wait; False when all epochs are over."""
         if self._position == len(self._order):
             if not self._usable_in_epoch:
                 raise DataError(self._nothing_usable())
+            self._source.check_unchanged()
             self._epoch, self._position, self._usable_in_epoch = self._epoch + 1, 0, 0
             if not self._over():
                 self._order = self._order_of(self._epoch)
@@ -139,6 +154,8 @@ class Microbatches:
                            "tokens (use a larger capacity or data.overlong = split)")
         if self.unlabelled_documents:
             reasons.append(f"{self.unlabelled_documents} have no token to predict ({self._first_unlabelled})")
+        if self._bad.count:
+            reasons.append(f"{self._bad.count} are bad ({self._bad.first[0]})")
         return f"none of the {len(self._order)} documents can be used: {', '.join(reasons)}"
 
     def _over(self) -> bool:
@@ -146,8 +163,14 @@ class Microbatches:
 
     def _parts(self, index: int) -> list[Document]:
         """What document `index` of the source puts into the window."""
-        document = self._source[index]
-        encoded = self._tokenizer.encode(document)
+        try:
+            document = self._source[index]
+            encoded = self._tokenizer.encode(document)
+        except BadDocumentError as error:
+            if not self._skips_bad:
+                raise
+            self._bad.add(error)
+            return []
         if not encoded:
             self.empty_documents += 1
         labelled = [whole for whole in encoded if whole.predicts]

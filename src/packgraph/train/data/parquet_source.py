@@ -1,13 +1,18 @@
 """Parquet tables through Hugging Face `datasets`, which maps them from disk: only rows in use are in memory.
 
-Rows are those of JSONL: text, chat messages, or tokens with an optional `seq_lengths` column. Only
+Rows are those of JSONL: text, chat messages, or tokens with an optional `seq_lengths` column. They are checked as they
+are read, not when the table is opened, since tables may be larger than memory and a look at every row takes as long as
+an epoch of tokenizing. What is read is the table that `datasets` has converted when it was opened, so a file that is
+replaced during a run is never trained on; it ends the run with the epoch. Only
 `Dataset.from_parquet` is used: it reads local files and runs no code of the data set.
 """
 import hashlib
 from pathlib import Path
 from typing import Any
 
+from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.errors import DataError, MissingPackageError
+from packgraph.train.data.file_stamp import FileStamp, check_all
 from packgraph.train.data.files import files_of
 from packgraph.train.data.source import SourceDocument, document_of_row
 
@@ -18,17 +23,21 @@ INSTALL = "pip install datasets"
 class ParquetSource:
     """Documents from the rows of a .parquet file, or of all of them below a folder."""
 
-    def __init__(self, path: str, text_column: str, limit: int | None = None) -> None:
+    def __init__(self, path: str, text_column: str, limit: int | None = None, *, skip_bad: bool = False) -> None:
         """limit: number of rows to use. Raises DataError; MissingPackageError without `datasets`."""
         self._text_column = text_column
         self._path = path
         files = files_of(path, (".parquet",))
+        self._stamps = [(file, FileStamp.of(file.stat())) for file in files]
+        self.bad, self.largest_id = BadDocuments(), (-1, "")
         table = _load([str(file) for file in files], path)
         self._table: Any = table if limit is None else table.select(range(min(limit, len(table))))
         if not len(self):
             raise DataError(f"{path}: no rows (data.path)")
-        self[0]
+        if not skip_bad:
+            self[0]
         described = [*(_digest(file) for file in files), str(len(self))]
+        self.check_unchanged()
         self._fingerprint = hashlib.sha256(" ".join(described).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -36,6 +45,10 @@ class ParquetSource:
 
     def __getitem__(self, index: int) -> SourceDocument:
         return document_of_row(self._table[index], f"{self._path}, row {index}", self._text_column)
+
+    def check_unchanged(self) -> None:
+        """Raise DataChangedError naming a file that is not what it was when it was opened."""
+        check_all(self._stamps)
 
     def fingerprint(self) -> str:
         """Hash of the files' contents (of large files: size and samples, see `_digest`) and the number of rows."""
