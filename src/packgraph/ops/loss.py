@@ -121,15 +121,20 @@ def gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted
 
 def naive_gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool) -> Tensor | None:
     """The specification of `gradient_of_logits`, by single operations."""
-    counted = (labels != IGNORED)[:, None]
+    ignored = (labels == IGNORED)[:, None]
+    illegal = ~is_word(labels, logits.shape[1])[:, None]
     log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    legal = is_word(labels, logits.shape[1])[:, None]
-    target = labels[:, None].masked_fill(~legal, 0)
-    elsewhere = torch.where(counted, torch.nan, 0.0)  # in rows whose label is no word
+    target = labels[:, None].masked_fill(illegal, 0)
     target_log_probability = log_probabilities.gather(1, target)
-    losses.copy_(torch.where(legal, -target_log_probability, elsewhere)[:, 0])
+    losses.copy_(-_defined(target_log_probability, illegal, ignored)[:, 0])
     if not wanted:
         return None
     probabilities = log_probabilities.exp_()
     probabilities.scatter_(1, target, torch.expm1(target_log_probability))  # p - 1 without cancellation
-    return torch.where(legal, probabilities, elsewhere).to(logits.dtype)
+    return _defined(probabilities, illegal, ignored).to(logits.dtype)
+
+
+def _defined(values: Tensor, illegal: Tensor, ignored: Tensor) -> Tensor:
+    """`values` [C, ...], NaN where the label is no word and 0 where it is ignored: in place, as rows of logits are the
+    largest tensors of a step."""
+    return values.masked_fill_(illegal, torch.nan).masked_fill_(ignored, 0.0)
