@@ -213,6 +213,16 @@ def test_the_learning_rate_changes_on_the_way_only_when_asked(tmp_path: Path) ->
         check_same_run(tmp_path, changed(config, eps=0.1), {"optimizer.eps"})
 
 
+def test_bad_documents_are_skipped_on_the_way_only_when_asked(tmp_path: Path) -> None:
+    config = config_at(tmp_path, name="mine")
+    write_json(tmp_path / CONFIG, to_dict(config))
+    skips = dataclasses.replace(config, data=dataclasses.replace(config.data, on_bad="skip"))
+    with pytest.raises(ConfigError, match=r"data\.on_bad: the run has 'stop'.*say --data\.on-bad skip"):
+        check_same_run(tmp_path, skips)
+    (note,) = check_same_run(tmp_path, skips, {"data.on_bad"})
+    assert "data.on_bad changes from stop to skip" in note
+
+
 def test_more_steps_change_the_decay_unless_its_end_is_said(tmp_path: Path) -> None:
     config = config_at(tmp_path, name="mine", steps=100)
     write_json(tmp_path / CONFIG, to_dict(config))

@@ -40,6 +40,10 @@ class StandardLibrarySource:
         if not self._documents:
             raise DataError(f"{self._folder}: no Python source files of the standard library here; use another source "
                             "(data.source = jsonl or text, with data.path)")
+        digest = hashlib.sha256()
+        for document in self._documents:
+            digest.update((document.text or "").encode() + b"\0")
+        self._fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -52,10 +56,7 @@ class StandardLibrarySource:
 
     def fingerprint(self) -> str:
         """Hash of all texts."""
-        digest = hashlib.sha256()
-        for document in self._documents:
-            digest.update((document.text or "").encode() + b"\0")
-        return digest.hexdigest()[:16]
+        return self._fingerprint
 
     def _read(self, path: Path) -> list[SourceDocument]:
         try:
