@@ -158,6 +158,7 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
         from packgraph.models.hf import WeightsError
         from packgraph.train.checkpoint_reader import CheckpointError
         from packgraph.train.config import ConfigError
+        from packgraph.train.config_values import printable
         from packgraph.train.data import DataError
         from packgraph.train.run_files import RunFileError
         from packgraph.train.trainer import NonFiniteLossError
@@ -165,10 +166,10 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     try:
         return int(command(words))
     except (ConfigError, DataError, CheckpointError, CaptureError, RunFileError, WeightsError) as error:
-        print(f"packgraph: error: {error}", file=sys.stderr)
+        print(printable(f"packgraph: error: {error}"), file=sys.stderr)
         return USER_ERROR
     except NonFiniteLossError as error:
-        print(f"packgraph: training failed: {error}", file=sys.stderr)
+        print(printable(f"packgraph: training failed: {error}"), file=sys.stderr)
         return FAILED
 
 

@@ -113,6 +113,8 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise WeightsError(f"{file} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise WeightsError(f"{file} is not valid JSON: nested too deeply") from error
     if not isinstance(content, dict):
         raise WeightsError(f"{file} holds a {type(content).__name__} where a JSON object belongs.")
     return content

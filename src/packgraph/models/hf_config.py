@@ -76,7 +76,7 @@ def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
 def stored_dtype(description: Mapping[str, Any]) -> torch.dtype:
     """The dtype that a config.json names, float32 when it names none. Raises ValueError for an unknown one."""
     name = description.get("dtype") or description.get("torch_dtype") or "float32"
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"dtype is {name!r}; known are {', '.join(DTYPES)}")
     return DTYPES[name]
 

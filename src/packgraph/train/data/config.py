@@ -2,6 +2,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from packgraph.train.config_values import path_problem, shown
+
 NEEDS_PATH = ("jsonl", "text", "parquet")
 
 
@@ -50,5 +52,9 @@ class DataConfig:
         if self.source not in NEEDS_PATH and self.path:
             problems.append(f"path is set ({self.path}), but source = {self.source} reads none; set source to one of "
                             f"{', '.join(NEEDS_PATH)}")
+        for name, path in (("path", self.path or ""), ("tokenizer", self.tokenizer)):
+            problem = path_problem(path)
+            if problem:
+                problems.append(f"{name} cannot be the path of a file or folder, got {shown(path)}: {problem}")
         if problems:
             raise ValueError("; ".join(problems))
