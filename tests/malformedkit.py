@@ -24,7 +24,7 @@ DIGITS = "9" * 5000
 SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "32", "--model.num-layers", "1",
          "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.head-dim", "8",
          "--graph.capacities", "32x4,64x8", "--run.tokens-per-step", "100", "--run.steps", "2",
-         "--optimizer.warmup-steps", "2", "--run.device", "cpu"]
+         "--optimizer.warmup-steps", "2", "--graph.warmup", "1", "--run.device", "cpu"]
 TRAIN = ["train", "qwen3-tiny", *SMALL, "--run.folder", "{dir}/runs"]
 
 Content = str | bytes | Callable[[Path], None]

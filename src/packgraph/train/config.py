@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from packgraph.train.config_values import (
+    SHOWN,
     ValueProblem,
     convert,
     is_section,
@@ -49,6 +50,7 @@ class Layer:
     text: bool = False
 
     def place(self, path: str) -> str:
+        path = path if len(path) <= SHOWN else path[:SHOWN] + "…"
         return f"--{path.replace('_', '-')}" if self.text else f"{self.where}: {path}"
 
 

@@ -195,7 +195,7 @@ def describe(expected: Any) -> str:
         if arguments[-1] is Ellipsis:
             return f"{describe(arguments[0])}, ..."
         return ", ".join(describe(part) for part in arguments)
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
+    words = {type(None): "none", bool: "true or false", int: "a whole number", float: "a number", str: "text",
              Capacity: "TOKENSxDOCUMENTS[xLONGEST]"}
     return words.get(expected, str(expected))
 

@@ -251,7 +251,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         counts = ("steps", "tokens_per_step", "log_every", "checkpoint_every", "keep_checkpoints")
         problems = {f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1 for name in counts}
-        problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = (self.max_minutes or 1) <= 0
+        problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = \
+            self.max_minutes is not None and self.max_minutes <= 0
         bad_name = self.name is not None and (
             self.name.strip() in ("", ".", "..") or "/" in self.name or "\\" in self.name)
         problems[f"name must be the name of one folder, got {shown(self.name)}"] = bad_name
@@ -260,8 +261,8 @@ class RunConfig:
         for name, path in {"folder and name": whole, "init_from": self.init_from or ""}.items():
             problem = path_problem(path)
             problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = problem is not None
-        bad_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None
-        problems[f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"] = bad_device
+        bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
+        problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
 
 
