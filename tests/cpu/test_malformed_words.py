@@ -37,7 +37,7 @@ WRONG = [Case(f"{path} {what}", [*TRAIN, f"{leaf.option}={value}"], rf"{leaf.opt
 
 @cases(*WRONG)
 def test_a_value_of_no_use_names_its_option(case, tmp_path, capsys):
-    refuse(case, tmp_path, capsys)
+    refuse(case, tmp_path, capsys, at_once=True)
 
 
 def option(name: str, value: str, says: str) -> Case:
@@ -110,7 +110,7 @@ PATHS = ("run.folder", "data.tokenizer", "run.init-from")
     *(option("offload.modules", value, "offload.modules|modules") for value in ("foo", "attn_norm,foo")),
 )
 def test_an_option_that_makes_no_sense_is_refused(case, tmp_path, capsys):
-    refuse(case, tmp_path, capsys)
+    refuse(case, tmp_path, capsys, at_once=True)
 
 
 def words(name: str, *given: str, says: str) -> Case:
@@ -204,7 +204,7 @@ def words(name: str, *given: str, says: str) -> Case:
 )
 def test_words_that_make_no_sense_are_refused(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refuse(case, tmp_path, capsys)
+    refuse(case, tmp_path, capsys, at_once=True)
 
 
 def config(name: str, content, says: str, kind: str = "toml") -> Case:
@@ -291,7 +291,7 @@ PRESET = 'preset = "qwen3-tiny"\n'
 )
 def test_a_config_file_that_makes_no_sense_is_named(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = refuse(case, tmp_path, capsys)
+    said = refuse(case, tmp_path, capsys, at_once=True)
     assert f"c.{'json' if 'c.json' in case.files else 'toml'}" in said or "section" in said or "preset" in said
 
 

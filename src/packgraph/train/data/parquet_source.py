@@ -77,12 +77,52 @@ def _load(files: list[str], path: str) -> Any:
         import datasets
     except ImportError as error:
         raise MissingPackageError(f"{path}: Parquet needs the package `datasets`: {INSTALL}") from error
-    import pyarrow
+    columns = {file: _columns(file) for file in files}
+    for file in files:
+        if columns[file] != columns[files[0]]:
+            raise DataError(f"{file}: it has the columns {_named(columns[file])}, but {files[0]} has "
+                            f"{_named(columns[files[0]])}; give tables of the same columns")
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, below
+    try:
+        return datasets.Dataset.from_parquet(files)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise DataError(_why(files, path, error)) from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
 
-    # One file is opened on its own first, so that a damaged one is named instead of buried in the loader's error.
+
+def _columns(file: str) -> list[str]:
+    """Names of the columns of a table. Raises DataError for one that is damaged, or has no rows or columns."""
+    import pyarrow.parquet
+
+    try:
+        found = pyarrow.parquet.read_metadata(file)
+        names = sorted(found.schema.to_arrow_schema().names)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a Parquet file ({_first_line(error)})") from error
+    if not found.num_rows or not names:
+        raise DataError(f"{file}: no rows (data.path); remove it")
+    return names
+
+
+def _why(files: list[str], path: str, error: Exception) -> str:
+    """Which file `datasets` could not read, which does not say so itself, and why."""
+    import pyarrow.parquet
+
     for file in files:
         try:
-            pyarrow.parquet.read_schema(file)
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{file}: not a Parquet file ({error})") from error
-    return datasets.Dataset.from_parquet(files)
+            with pyarrow.parquet.ParquetFile(file) as table:
+                for _ in table.iter_batches():
+                    pass
+        except (pyarrow.ArrowException, OSError) as damage:
+            return f"{file}: damaged ({_first_line(damage)}); get it again, or remove it"
+    return f"{path}: `datasets` cannot read it ({_first_line(error.__cause__ or error)})"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _named(columns: list[str]) -> str:
+    return ", ".join(columns[:8]) + (f" and {len(columns) - 8} more" if len(columns) > 8 else "")

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from packgraph.train.config_values import SHOWN, shown
 from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.errors import BadDocumentError
 
+MOST_NAMED = 8  # columns in one message
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -70,9 +72,15 @@ def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> Sou
         return SourceDocument(where, messages=_messages(row["messages"], where))
     if row.get("input_ids") is not None:
         return SourceDocument(where, row=row)
-    found = ", ".join(sorted(row)) or "nothing"
+    names = sorted(row)
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    found = ", ".join(_cut(name) for name in names[:MOST_NAMED]) + more or "nothing"
     raise BadDocumentError(f"{where}: expected `{text_column}`, `messages` or `input_ids`, found {found}. Another "
                            "column can be named by data.text_column")
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= SHOWN else name[:SHOWN] + "…"
 
 
 def _messages(messages: Any, where: str) -> tuple[Message, ...]:
@@ -85,7 +93,7 @@ def _messages(messages: Any, where: str) -> tuple[Message, ...]:
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise BadDocumentError(f"{name} must be an object with `role` and `content`, got {str(message)[:80]!r}")
         if message["role"] not in ROLES:
-            raise BadDocumentError(f"{name} has role {message['role']!r}; known roles: {', '.join(ROLES)}")
+            raise BadDocumentError(f"{name} has role {shown(message['role'])}; known roles: {', '.join(ROLES)}")
         turns.append(Message(message["role"], _text(message["content"], f"{name}, content")))
     return tuple(turns)
 
