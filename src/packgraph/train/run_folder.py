@@ -134,6 +134,8 @@ def take_folder(folder: Path, config: TrainConfig, held: ExitStack) -> Path:
 
 def is_running(folder: Path) -> bool:
     """Whether a process holds `folder` by `claimed`."""
+    if not (folder / CLAIM).is_file():  # a pipe would be waited for
+        return False
     try:
         with (folder / CLAIM).open("rb") as stream:
             # Shared: several processes of one launch may ask at the same time.
@@ -153,6 +155,8 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / CLAIM).exists() and not (folder / CLAIM).is_file():
+            raise ConfigError([f"{folder / CLAIM}: this is no file, and a run is claimed by it; remove it"])
         stream = (folder / CLAIM).open("ab")
     with stream:
         try:

@@ -52,6 +52,7 @@ from packgraph.train.step import count_loss_tokens, take_step
 from packgraph.train.stored_config import CHECKPOINTS, CONFIG
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
+COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
 
@@ -148,6 +149,10 @@ class Trainer:
         found = newest_whole_checkpoint(self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs"))
         if found is None:
             raise CheckpointError(f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from")
+        wrong = [name for name in ("data", "graphs", "experts") if not isinstance(found.state.get(name, {}), dict)]
+        if wrong or not found.state["graphs"].keys() >= COUNTS:
+            raise CheckpointError(f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
+                                  "positions; go on from another checkpoint")
         if found.state["random_device"] != self.device.type:
             raise CheckpointError(f"{found.path}: written on {found.state['random_device']}, this is {self.device.type}"
                                   "; a run goes on bitwise only on the same kind of device (run.device)")

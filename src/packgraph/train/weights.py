@@ -73,6 +73,8 @@ def export(run: Path, folder: Path) -> Path:
                 if (problem := path_problem(str(path))) is not None]
     if problems:
         raise ConfigError(problems)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([f"{folder}: this is no folder; the weights cannot go there, name a new one"])
     config = _config_of(run)
     checkpoint = latest_checkpoint(run / CHECKPOINTS)
     if checkpoint is None:
