@@ -164,10 +164,13 @@ capacity = st.builds(Capacity, st.integers(1, 4096), st.integers(1, 64))
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.builds(Outer, title=names, on=st.booleans(), count=st.integers(-2**63 + 1, 2**63 - 1), inner=st.builds(
-    Inner, rate=st.floats(0, 1e30), shape=st.tuples(st.integers(-2**63 + 1, 2**63 - 1), st.integers()), kind=st.sampled_from(["one", "two"]),
+WHOLE = st.integers(-2**63 + 1, 2**63 - 1)
+
+
+@given(st.builds(Outer, title=names, on=st.booleans(), count=WHOLE, inner=st.builds(
+    Inner, rate=st.floats(0, 1e30), shape=st.tuples(WHOLE, WHOLE), kind=st.sampled_from(["one", "two"]),
     names=st.none() | st.lists(names).map(tuple), capacities=st.lists(capacity, min_size=1).map(tuple),
-    cap=st.none() | st.integers(-2**63 + 1, 2**63 - 1))))
+    cap=st.none() | WHOLE)))
 def test_json_round_trip(config: Outer) -> None:
     again = read_config(Outer(), [Layer("config.json", json.loads(json.dumps(to_dict(config))))])
     assert again == config
@@ -175,7 +178,7 @@ def test_json_round_trip(config: Outer) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(capacity, st.floats(allow_nan=False, allow_infinity=False), st.integers(-2**63 + 1, 2**63 - 1), st.booleans())
+@given(capacity, st.floats(allow_nan=False, allow_infinity=False), WHOLE, st.booleans())
 def test_rendered_text_reads_back(shape: Capacity, number: float, whole: int, flag: bool) -> None:
     pairs = [(shape, Capacity), (number, float), (whole, int), (flag, bool), ((whole, whole), tuple[int, int])]
     for value, kind in pairs:

@@ -64,7 +64,8 @@ def tensors(header: object, data: bytes = b"", size: int | None = None) -> bytes
 
 
 def whole_tensor(**changes) -> bytes:
-    return tensors({"model.embed_tokens.weight": {"dtype": "F32", "shape": [264, 16], "data_offsets": [0, 16896]} | changes}, b"\0" * 16896)
+    return tensors({"model.embed_tokens.weight": {"dtype": "F32", "shape": [264, 16],
+                                                  "data_offsets": [0, 16896]} | changes}, b"\0" * 16896)
 
 
 @cases(
@@ -74,38 +75,65 @@ def whole_tensor(**changes) -> bytes:
     *value("vocab_size", "264", 0, -5, 2**40, 2**64, [1]), *value("num_hidden_layers", 0, -1, "1", 2**40, 10**400, 1.5),
     *value("num_attention_heads", 0, -2, "2", 2**40, [], 3.5), *value("num_key_value_heads", 0, 3, "1", {}, 2**40),
     *value("head_dim", 0, 7, "8", -8, 2**40), *value("intermediate_size", 0, "32", None, 2**62, 1e30),
-    *value("rms_norm_eps", "tiny", -1, 0, [1e-6], {}), *value("rope_parameters", *({"rope_type": "default", "rope_theta": wrong} for wrong in ("big", 0, -1, [1]))),
+    *value("rms_norm_eps", "tiny", -1, 0, [1e-6], {}),
+    *value("rope_parameters", *({"rope_type": "default", "rope_theta": wrong} for wrong in ("big", 0, -1, [1]))),
     *value("tie_word_embeddings", "yes", 1, [True]), *value("attention_bias", "no", 1, {}),
-    *value("rope_scaling", "yarn", 3, {"rope_type": "nope"}, {"rope_type": ["yarn"]}, {"type": {}}, {"rope_type": "yarn", "factor": 2.0}),
-    *value("architectures", "Qwen3ForCausalLM", ["LlamaForCausalLM"], 3, [["Qwen3ForCausalLM"]], {"a": 1}, ["x" * 9999])[1:],
+    *value("rope_scaling", "yarn", 3, {"rope_type": "nope"}, {"rope_type": ["yarn"]}, {"type": {}},
+           {"rope_type": "yarn", "factor": 2.0}),
+    *value("architectures", "Qwen3ForCausalLM", ["LlamaForCausalLM"], 3, [["Qwen3ForCausalLM"]], {"a": 1},
+           ["x" * 9999])[1:],
     *value("hidden_act", "gelu", 3, ["silu"]), *value("use_sliding_window", True, "yes"),
     *value("layer_types", "full", 3), *value("quantization_config", {"bits": 4}, "int8"),
-    hf("no config", "config.json", files={"config.json": nowhere}), hf("empty config", "not valid JSON", files={"config.json": ""}),
-    hf("half a config", "not valid JSON", files={"config.json": "{"}), hf("a list", "holds a list", files={"config.json": "[]"}),
-    hf("null", "holds a NoneType", files={"config.json": "null"}), hf("empty object", "architecture", files={"config.json": "{}"}),
-    hf("deep config", "nested too deeply", files={"config.json": DEEP}), hf("bytes", "not valid JSON", files={"config.json": b"\xff\xfe"}),
-    hf("digits", "not valid JSON", files={"config.json": '{"a": ' + DIGITS + "}"}), hf("NUL", "not valid JSON", files={"config.json": b"\0" * 9}),
-    hf("a pipe for a config", "config.json", files={"config.json": pipe}), hf("a folder for a config", "config.json", files={"config.json": folder}),
+    hf("no config", "config.json", files={"config.json": nowhere}),
+    hf("empty config", "not valid JSON", files={"config.json": ""}),
+    hf("half a config", "not valid JSON", files={"config.json": "{"}),
+    hf("a list", "holds a list", files={"config.json": "[]"}),
+    hf("null", "holds a NoneType", files={"config.json": "null"}),
+    hf("empty object", "architecture", files={"config.json": "{}"}),
+    hf("deep config", "nested too deeply", files={"config.json": DEEP}),
+    hf("bytes", "not valid JSON", files={"config.json": b"\xff\xfe"}),
+    hf("digits", "not valid JSON", files={"config.json": '{"a": ' + DIGITS + "}"}),
+    hf("NUL", "not valid JSON", files={"config.json": b"\0" * 9}),
+    hf("a pipe for a config", "config.json", files={"config.json": pipe}),
+    hf("a folder for a config", "config.json", files={"config.json": folder}),
     hf("a loop for a config", "config.json|cannot", files={"config.json": loop}),
-    hf("no weights", "neither model.safetensors", files={WEIGHTS: nowhere}), hf("empty weights", "is damaged", files={WEIGHTS: b""}),
-    hf("a pipe for weights", "neither model.safetensors", files={WEIGHTS: pipe}), hf("a folder for weights", "neither", files={WEIGHTS: folder}),
-    hf("a socket for weights", "neither", files={WEIGHTS: bound}), hf("text for weights", "is damaged", files={WEIGHTS: "hello" * 100}),
-    hf("zeros for weights", "lacks|is damaged", files={WEIGHTS: b"\0" * 1000}), hf("ones for weights", "is damaged", files={WEIGHTS: b"\xff" * 1000}),
-    hf("a huge header", "is damaged", files={WEIGHTS: tensors({}, size=2**63)}), hf("a header beyond the end", "is damaged", files={WEIGHTS: tensors({}, size=10**6)}),
-    hf("a header of a list", "is damaged", files={WEIGHTS: tensors([])}), hf("a deep header", "is damaged", files={WEIGHTS: tensors(DEEP.encode())}),
-    hf("a header of bytes", "is damaged", files={WEIGHTS: tensors(b"\xff" * 64)}), hf("no tensors", "lacks model.embed_tokens", files={WEIGHTS: tensors({})}),
-    hf("one tensor", "lacks", files={WEIGHTS: whole_tensor()}), hf("a huge shape", "is damaged", files={WEIGHTS: whole_tensor(shape=[2**62, 2**62])}),
-    hf("a negative shape", "is damaged", files={WEIGHTS: whole_tensor(shape=[-1, 16])}), hf("offsets beyond", "is damaged", files={WEIGHTS: whole_tensor(data_offsets=[0, 10**12])}),
-    hf("offsets back", "is damaged", files={WEIGHTS: whole_tensor(data_offsets=[100, 0])}), hf("an unknown dtype", "is damaged", files={WEIGHTS: whole_tensor(dtype="X9")}),
+    hf("no weights", "neither model.safetensors", files={WEIGHTS: nowhere}),
+    hf("empty weights", "is damaged", files={WEIGHTS: b""}),
+    hf("a pipe for weights", "neither model.safetensors", files={WEIGHTS: pipe}),
+    hf("a folder for weights", "neither", files={WEIGHTS: folder}),
+    hf("a socket for weights", "neither", files={WEIGHTS: bound}),
+    hf("text for weights", "is damaged", files={WEIGHTS: "hello" * 100}),
+    hf("zeros for weights", "lacks|is damaged", files={WEIGHTS: b"\0" * 1000}),
+    hf("ones for weights", "is damaged", files={WEIGHTS: b"\xff" * 1000}),
+    hf("a huge header", "is damaged", files={WEIGHTS: tensors({}, size=2**63)}),
+    hf("a header beyond the end", "is damaged", files={WEIGHTS: tensors({}, size=10**6)}),
+    hf("a header of a list", "is damaged", files={WEIGHTS: tensors([])}),
+    hf("a deep header", "is damaged", files={WEIGHTS: tensors(DEEP.encode())}),
+    hf("a header of bytes", "is damaged", files={WEIGHTS: tensors(b"\xff" * 64)}),
+    hf("no tensors", "lacks model.embed_tokens", files={WEIGHTS: tensors({})}),
+    hf("one tensor", "lacks", files={WEIGHTS: whole_tensor()}),
+    hf("a huge shape", "is damaged", files={WEIGHTS: whole_tensor(shape=[2**62, 2**62])}),
+    hf("a negative shape", "is damaged", files={WEIGHTS: whole_tensor(shape=[-1, 16])}),
+    hf("offsets beyond", "is damaged", files={WEIGHTS: whole_tensor(data_offsets=[0, 10**12])}),
+    hf("offsets back", "is damaged", files={WEIGHTS: whole_tensor(data_offsets=[100, 0])}),
+    hf("an unknown dtype", "is damaged", files={WEIGHTS: whole_tensor(dtype="X9")}),
     hf("a pickle", "is a pickle", files={WEIGHTS: nowhere, "pytorch_model.bin": b"\x80\x04N."}),
-    hf("an index of nothing", "weight_map", files={WEIGHTS: nowhere, INDEX: "{}"}), hf("an index of a list", "holds a list", files={WEIGHTS: nowhere, INDEX: "[]"}),
-    hf("a deep index", "nested too deeply", files={WEIGHTS: nowhere, INDEX: DEEP}), hf("an empty index", "not valid JSON", files={WEIGHTS: nowhere, INDEX: ""}),
-    hf("an index outside", "no safetensors file of this folder", files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "../b.safetensors"}})}),
-    hf("an index of numbers", "no safetensors file", files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": 3}})}),
-    hf("an index of NUL", "no safetensors file|does not exist", files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "b\0.safetensors"}})}),
-    hf("an index of a long name", "no safetensors file|does not exist|name", files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": LONG + ".safetensors"}})}),
-    hf("an index of what is missing", "does not exist", files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "b.safetensors"}})}),
-    hf("an index of a pipe", "does not exist", files={WEIGHTS: nowhere, "b.safetensors": pipe, INDEX: json.dumps({"weight_map": {"a": "b.safetensors"}})}),
+    hf("an index of nothing", "weight_map", files={WEIGHTS: nowhere, INDEX: "{}"}),
+    hf("an index of a list", "holds a list", files={WEIGHTS: nowhere, INDEX: "[]"}),
+    hf("a deep index", "nested too deeply", files={WEIGHTS: nowhere, INDEX: DEEP}),
+    hf("an empty index", "not valid JSON", files={WEIGHTS: nowhere, INDEX: ""}),
+    hf("an index outside", "no safetensors file of this folder",
+       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "../b.safetensors"}})}),
+    hf("an index of numbers", "no safetensors file",
+       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": 3}})}),
+    hf("an index of NUL", "no safetensors file|does not exist",
+       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "b\0.safetensors"}})}),
+    hf("an index of a long name", "no safetensors file|does not exist|name",
+       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": LONG + ".safetensors"}})}),
+    hf("an index of what is missing", "does not exist",
+       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "b.safetensors"}})}),
+    hf("an index of a pipe", "does not exist",
+       files={WEIGHTS: nowhere, "b.safetensors": pipe, INDEX: json.dumps({"weight_map": {"a": "b.safetensors"}})}),
 )
 def test_weights_that_make_no_sense_are_named(case, tmp_path, capsys, weights, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -119,7 +147,8 @@ def test_weights_that_make_no_sense_are_named(case, tmp_path, capsys, weights, m
 
 RUN = "runs/mine"
 STEP = f"{RUN}/checkpoints/step-00000002"
-RESUME = ["train", "qwen3-tiny", *SMALL, *DATA, "--run.folder", "{dir}/runs", "--run.name", "mine", "--resume", "--run.steps", "3"]
+RESUME = ["train", "qwen3-tiny", *SMALL, *DATA, "--run.folder", "{dir}/runs", "--run.name", "mine", "--resume",
+          "--run.steps", "3"]
 
 
 def resume(name: str, says: str, files) -> Case:
@@ -139,13 +168,17 @@ def only_last(base: Path) -> None:
     shutil.rmtree(base / RUN / "checkpoints" / "step-00000001")
 
 
-ODD = {"empty": "", "half": "{", "a list": "[]", "null": "null", "deep": DEEP, "digits": '{"a": ' + DIGITS + "}", "bytes": b"\xff\xfe\0", "NUL": b"\0" * 99,
-       "NaN": '{"a": NaN}', "a pipe": pipe, "a folder": folder, "a loop of links": loop, "a link to nothing": nowhere, "a socket": bound}
+ODD = {"empty": "", "half": "{", "a list": "[]", "null": "null", "deep": DEEP, "digits": '{"a": ' + DIGITS + "}",
+       "bytes": b"\xff\xfe\0", "NUL": b"\0" * 99,
+       "NaN": '{"a": NaN}', "a pipe": pipe, "a folder": folder, "a loop of links": loop, "a link to nothing": nowhere,
+       "a socket": bound}
 
 
-@cases(*(resume(f"state.json {name}", r"state\.json", {f"{STEP}/state.json": content}) for name, content in ODD.items()),
+@cases(*(resume(f"state.json {name}", r"state\.json", {f"{STEP}/state.json": content}) for name,
+content in ODD.items()),
        *(resume(f".metadata {name}", r"\.metadata", {f"{STEP}/.metadata": content}) for name, content in ODD.items()),
-       *(resume(f"a shard {name}", r"__0_0\.distcp", {f"{STEP}/__0_0.distcp": content}) for name, content in ODD.items()))
+       *(resume(f"a shard {name}", r"__0_0\.distcp", {f"{STEP}/__0_0.distcp": content}) for name,
+         content in ODD.items()))
 def test_damage_of_the_only_checkpoint_is_named(case, tmp_path, capsys, finished, monkeypatch):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -182,11 +215,16 @@ def limit_of(path: Path):
 
 
 STATES = {
-    "step -5": (lambda content: content.update(step=-5), "its step is"), "step 2^64": (lambda content: content.update(step=2**64), "its step is"),
-    "step of a text": (lambda content: content.update(step="2"), "its step is"), "another step": (lambda content: content.update(step=7), "of step 7"),
-    "no format": (lambda content: content.pop("format"), "not a checkpoint"), "another format": (lambda content: content.update(format="x" * 999), "not a"),
-    "no state": (lambda content: content.pop("state"), "it has no state"), "state is a list": (lambda content: content.update(state=[]), "no state"),
-    "no files": (lambda content: content.pop("files"), "its list of files"), "files are a list": (lambda content: content.update(files=[]), "its list of files"),
+    "step -5": (lambda content: content.update(step=-5), "its step is"),
+    "step 2^64": (lambda content: content.update(step=2**64), "its step is"),
+    "step of a text": (lambda content: content.update(step="2"), "its step is"),
+    "another step": (lambda content: content.update(step=7), "of step 7"),
+    "no format": (lambda content: content.pop("format"), "not a checkpoint"),
+    "another format": (lambda content: content.update(format="x" * 999), "not a"),
+    "no state": (lambda content: content.pop("state"), "it has no state"),
+    "state is a list": (lambda content: content.update(state=[]), "no state"),
+    "no files": (lambda content: content.pop("files"), "its list of files"),
+    "files are a list": (lambda content: content.update(files=[]), "its list of files"),
     "files are empty": (lambda content: content.update(files={}), "its list of files"),
     "a file outside": (lambda content: content["files"].update({"../x": [1, "0" * 64]}), "has no size and SHA-256"),
     "a file with NUL": (lambda content: content["files"].update({"a\0b": [1, "0" * 64]}), "state.json|damaged|missing"),
@@ -194,10 +232,12 @@ STATES = {
     "a file that steers": (lambda content: content["files"].update({"\x1b[31m": [1, "0" * 64]}), "missing|damaged"),
     "a negative size": (lambda content: content["files"].update({".metadata": [-1, "0" * 64]}), "has no size"),
     "a short digest": (lambda content: content["files"].update({".metadata": [1, "00"]}), "has no size and SHA-256"),
-    "no data": (lambda content: content["state"].pop("data"), "it has no data"), "no graphs": (lambda content: content["state"].pop("graphs"), "it has no graphs"),
+    "no data": (lambda content: content["state"].pop("data"), "it has no data"),
+    "no graphs": (lambda content: content["state"].pop("graphs"), "it has no graphs"),
     "another device": (lambda content: content["state"].update(random_device="cuda"), "written on cuda"),
     "device of a list": (lambda content: content["state"].update(random_device=["cpu"]), "written on"),
-    "data is a list": (lambda content: content["state"].update(data=[]), "data"), "data is empty": (lambda content: content["state"].update(data={}), "data position"),
+    "data is a list": (lambda content: content["state"].update(data=[]), "data"),
+    "data is empty": (lambda content: content["state"].update(data={}), "data position"),
     "data of another version": (lambda content: content["state"]["data"].update(version=99), "version 99"),
     "no position": (lambda content: content["state"]["data"].pop("position"), "data position is damaged"),
     "a negative position": (lambda content: content["state"]["data"].update(position=-1), "data position is damaged"),
@@ -206,13 +246,17 @@ STATES = {
     "an epoch of -1": (lambda content: content["state"]["data"].update(epoch=-1), "data position is damaged"),
     "an epoch of 2^70": (lambda content: content["state"]["data"].update(epoch=2**70), "data position is damaged"),
     "waiting is a text": (lambda content: content["state"]["data"].update(waiting="ab"), "data position is damaged"),
-    "waiting for what is not there": (lambda content: content["state"]["data"].update(waiting=[[10**6, 0]]), "data position is damaged"),
-    "waiting for a part": (lambda content: content["state"]["data"].update(waiting=[[0, 99]]), "data position is damaged"),
+    "waiting for what is not there": (lambda content: content["state"]["data"].update(waiting=[[10**6, 0]]),
+                                      "data position is damaged"),
+    "waiting for a part": (lambda content: content["state"]["data"].update(waiting=[[0, 99]]),
+                           "data position is damaged"),
     "waiting for -1": (lambda content: content["state"]["data"].update(waiting=[[-1, 0]]), "data position is damaged"),
     "identity is a list": (lambda content: content["state"]["data"].update(identity=[]), "data position is damaged"),
-    "other data": (lambda content: content["state"]["data"]["identity"].update(documents=3), "cannot go on with other data"),
+    "other data": (lambda content: content["state"]["data"]["identity"].update(documents=3),
+                   "cannot go on with other data"),
     "report is a text": (lambda content: content["state"]["data"].update(report="x"), "data position is damaged"),
-    "counts are texts": (lambda content: content["state"]["data"].update(empty_documents="x"), "data position is damaged"),
+    "counts are texts": (lambda content: content["state"]["data"].update(empty_documents="x"),
+                         "data position is damaged"),
     "bad is a text": (lambda content: content["state"]["data"].update(bad="x"), "data position is damaged"),
     "graphs are a list": (lambda content: content["state"].update(graphs=[]), "graphs"),
     "experts are a text": (lambda content: content["state"].update(experts="x"), "experts"),
@@ -272,24 +316,40 @@ def place_of(found, **changes) -> None:
 
 HUGE = 2**62
 METADATA = {
-    "huge sizes": edited(lambda found: resize(found, HUGE)), "a huge matrix": edited(lambda found: resize(found, HUGE, HUGE)),
-    "many dimensions": edited(lambda found: resize(found, *[2] * 500)), "ones without end": edited(lambda found: resize(found, *[1] * 5000)),
-    "a huge offset": edited(lambda found: place_of(found, offset=HUGE)), "a huge length": edited(lambda found: place_of(found, length=HUGE)),
-    "2^200": edited(lambda found: place_of(found, offset=2**200)), "a negative offset": edited(lambda found: place_of(found, offset=-1)),
-    "an offset of text": edited(lambda found: place_of(found, offset="1")), "a path outside": edited(lambda found: place_of(found, relative_path="../../d.jsonl")),
-    "an absolute path": edited(lambda found: place_of(found, relative_path="/etc/passwd")), "a path of NUL": edited(lambda found: place_of(found, relative_path="a\0b")),
-    "a long path": edited(lambda found: place_of(found, relative_path=LONG)), "a path of a number": edited(lambda found: place_of(found, relative_path=3)),
+    "huge sizes": edited(lambda found: resize(found, HUGE)),
+    "a huge matrix": edited(lambda found: resize(found, HUGE, HUGE)),
+    "many dimensions": edited(lambda found: resize(found, *[2] * 500)),
+    "ones without end": edited(lambda found: resize(found, *[1] * 5000)),
+    "a huge offset": edited(lambda found: place_of(found, offset=HUGE)),
+    "a huge length": edited(lambda found: place_of(found, length=HUGE)),
+    "2^200": edited(lambda found: place_of(found, offset=2**200)),
+    "a negative offset": edited(lambda found: place_of(found, offset=-1)),
+    "an offset of text": edited(lambda found: place_of(found, offset="1")),
+    "a path outside": edited(lambda found: place_of(found, relative_path="../../d.jsonl")),
+    "an absolute path": edited(lambda found: place_of(found, relative_path="/etc/passwd")),
+    "a path of NUL": edited(lambda found: place_of(found, relative_path="a\0b")),
+    "a long path": edited(lambda found: place_of(found, relative_path=LONG)),
+    "a path of a number": edited(lambda found: place_of(found, relative_path=3)),
     "no chunks": edited(lambda found: found.state_dict_metadata[first(found)].chunks.clear()),
-    "no tensors": edited(lambda found: found.state_dict_metadata.clear()), "no places": edited(lambda found: found.storage_data.clear()),
-    "tables of None": edited(lambda found: (setattr(found, "state_dict_metadata", None))), "places of None": edited(lambda found: setattr(found, "storage_data", None)),
+    "no tensors": edited(lambda found: found.state_dict_metadata.clear()),
+    "no places": edited(lambda found: found.storage_data.clear()),
+    "tables of None": edited(lambda found: (setattr(found, "state_dict_metadata", None))),
+    "places of None": edited(lambda found: setattr(found, "storage_data", None)),
     "names of numbers": edited(lambda found: found.state_dict_metadata.update({3: 4})),
-    "a pickle of a call": lambda path: pickle.dumps(Attack(path.parent / "touched")), "a pickle of a list": lambda path: pickle.dumps([1, 2]),
-    "a pickle of nothing": lambda path: pickle.dumps(None), "a huge string": lambda path: b"\x80\x04\x8d" + struct.pack("<Q", 2**62),
-    "huge bytes": lambda path: b"\x80\x04\x8e" + struct.pack("<Q", 2**62), "a huge frame": lambda path: b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
-    "a huge memo": lambda path: b"\x80\x04Nr" + struct.pack("<I", 2**32 - 1) + b".", "protocol 200": lambda path: b"\x80\xc8N.",
-    "deep tuples": lambda path: b"\x80\x04N" + b"\x85" * 100_000 + b".", "deep lists": lambda path: b"(" * 100_000 + b"l" * 100_000 + b".",
-    "a name of os": lambda path: b"cos\nsystem\n(S'true'\ntR.", "a name of builtins": lambda path: b"cbuiltins\neval\n(S'1'\ntR.",
-    "a name with dots": lambda path: b"\x80\x04\x8c\x05torch\x8c\x09nn.Linear\x93.", "a persistent id": lambda path: b"Pabc\n.", "an extension": lambda path: b"\x80\x02\x82\x01.",
+    "a pickle of a call": lambda path: pickle.dumps(Attack(path.parent / "touched")),
+    "a pickle of a list": lambda path: pickle.dumps([1, 2]),
+    "a pickle of nothing": lambda path: pickle.dumps(None),
+    "a huge string": lambda path: b"\x80\x04\x8d" + struct.pack("<Q", 2**62),
+    "huge bytes": lambda path: b"\x80\x04\x8e" + struct.pack("<Q", 2**62),
+    "a huge frame": lambda path: b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
+    "a huge memo": lambda path: b"\x80\x04Nr" + struct.pack("<I", 2**32 - 1) + b".",
+    "protocol 200": lambda path: b"\x80\xc8N.",
+    "deep tuples": lambda path: b"\x80\x04N" + b"\x85" * 100_000 + b".",
+    "deep lists": lambda path: b"(" * 100_000 + b"l" * 100_000 + b".",
+    "a name of os": lambda path: b"cos\nsystem\n(S'true'\ntR.",
+    "a name of builtins": lambda path: b"cbuiltins\neval\n(S'1'\ntR.",
+    "a name with dots": lambda path: b"\x80\x04\x8c\x05torch\x8c\x09nn.Linear\x93.",
+    "a persistent id": lambda path: b"Pabc\n.", "an extension": lambda path: b"\x80\x02\x82\x01.",
 }
 
 
@@ -315,7 +375,8 @@ def shards(change):
 SHARDS = {
     "zeros": shards(lambda content: b"\0" * len(content)), "ones": shards(lambda content: b"\xff" * len(content)),
     "a zip of nothing": shards(lambda content: content[:64] + b"\0" * (len(content) - 64)),
-    "a pickle of a call": shards(lambda content: (pickle.dumps(Attack(Path("/nowhere/touched"))) + bytes(len(content)))[:len(content)]),
+    "a pickle of a call": shards(
+        lambda content: (pickle.dumps(Attack(Path("/nowhere/touched"))) + bytes(len(content)))[:len(content)]),
     "a tensor of another kind": lambda path: path.write_bytes(_saved([1, 2, 3], path.stat().st_size)),
     "an object": lambda path: path.write_bytes(_saved(Attack(Path("/nowhere/touched")), path.stat().st_size)),
     "half": shards(lambda content: content[: len(content) // 2] + b"\0" * (len(content) - len(content) // 2)),
@@ -339,10 +400,12 @@ def test_hostile_shards_are_refused_without_torchs_hints(name, tmp_path, capsys,
     refuse(resume(name, "step-00000002: damaged", {}), tmp_path, capsys)
 
 
-PLACES = {"a file": lambda path: path.write_text("x"), "a pipe": pipe, "a loop": loop, "a link to nothing": nowhere, "a socket": bound}
+PLACES = {"a file": lambda path: path.write_text("x"), "a pipe": pipe, "a loop": loop, "a link to nothing": nowhere,
+          "a socket": bound}
 
 
-@pytest.mark.parametrize("words", [["--run.name", "mine"], ["--run.name", "mine", "--resume"], ["--run.name", "mine", "--resume", "auto"]],
+@pytest.mark.parametrize("words",
+[["--run.name", "mine"], ["--run.name", "mine", "--resume"], ["--run.name", "mine", "--resume", "auto"]],
                          ids=["start", "resume", "auto"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("what", ["runs", "runs/mine", "runs/mine/.claim", "runs/mine/checkpoints"])
@@ -350,7 +413,7 @@ def test_what_stands_where_a_run_belongs_is_named(what, place, words, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.jsonl").write_text(GOOD)
     (tmp_path / what).parent.mkdir(parents=True, exist_ok=True)
-    if "claim" in what and place == "a file" or "claim" in what and place == "a link to nothing":
+    if ("claim" in what and place == "a file") or ("claim" in what and place == "a link to nothing"):
         pytest.skip("a lock file is such a file, and is made where there is none")
     refuse(Case("", [*TRAIN, *DATA, *words], "runs", {what: PLACES[place]}), tmp_path, capsys)
 
@@ -367,7 +430,8 @@ def test_a_pipe_where_a_run_writes_does_not_hang(name, tmp_path, capsys, finishe
     assert "Traceback" not in said and (code == 0 or (code == 2 and name in said))
 
 
-@pytest.mark.parametrize("target", ["new/../../{dir}", "{dir}/hf", "{dir}/file", "/dev/null", "{dir}/absent/deep/new\N{SNOWMAN}"])
+@pytest.mark.parametrize("target",
+["new/../../{dir}", "{dir}/hf", "{dir}/file", "/dev/null", "{dir}/absent/deep/new\N{SNOWMAN}"])
 def test_an_export_to_where_it_cannot_go_is_named(target, tmp_path, capsys, finished, weights, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
@@ -378,4 +442,5 @@ def test_an_export_to_where_it_cannot_go_is_named(target, tmp_path, capsys, fini
         return
     if ".." in target:
         target = "{dir}/d.jsonl/new"
-    refuse(Case("", ["export", f"{{dir}}/{RUN}", target], "already holds|could not be written|cannot", {}), tmp_path, capsys)
+    refuse(Case("", ["export", f"{{dir}}/{RUN}", target], "already holds|could not be written|cannot", {}), tmp_path,
+           capsys)

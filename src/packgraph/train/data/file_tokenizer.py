@@ -89,8 +89,8 @@ class FileTokenizer:
                                 "remove it") from error
             end = named.get("content") if isinstance(named, dict) else named
             if end is not None and (not isinstance(end, str) or self._tokenizer.token_to_id(end) is None):
-                raise DataError(f"{config}: its eos_token is {shown(end)}, which is no token of {self._name}; repair it "
-                                "or remove it")
+                raise DataError(f"{config}: its eos_token is {shown(end)}, which is no token of {self._name}; repair "
+                                "it or remove it")
             names.insert(0, end)
         known = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
         return next((number for number in known if number is not None), None)
