@@ -160,13 +160,11 @@ def test_files_are_read_and_broken_ones_are_named(tmp_path: Path) -> None:
 
 letters = st.characters(codec="utf-8", exclude_characters=",", exclude_categories=("Cs", "Zs", "Cc"))
 names = st.text(letters, min_size=1, max_size=5)
+WHOLE = st.integers(-2**63 + 1, 2**63 - 1)
 capacity = st.builds(Capacity, st.integers(1, 4096), st.integers(1, 64))
 
 
 @settings(max_examples=60, deadline=None)
-WHOLE = st.integers(-2**63 + 1, 2**63 - 1)
-
-
 @given(st.builds(Outer, title=names, on=st.booleans(), count=WHOLE, inner=st.builds(
     Inner, rate=st.floats(0, 1e30), shape=st.tuples(WHOLE, WHOLE), kind=st.sampled_from(["one", "two"]),
     names=st.none() | st.lists(names).map(tuple), capacities=st.lists(capacity, min_size=1).map(tuple),
