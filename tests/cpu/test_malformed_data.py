@@ -168,6 +168,8 @@ def places(kind: str, suffix: str):
 )
 def test_a_place_without_data_is_named(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if case.name == "parquet an empty file":  # the one of its kind that is opened
+        pytest.importorskip("datasets")
     if "t/tokenizer.json" in " ".join(case.words):
         case = case._replace(files=dict(case.files) | {"t/tokenizer.json": json.dumps(tokenizer())})
     refuse(case, tmp_path, capsys)
