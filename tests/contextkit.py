@@ -2,6 +2,7 @@
 import numpy as np
 
 from packgraph.packing.document import Document
+from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.source import SourceDocument
 
 
@@ -18,6 +19,11 @@ class Source:
 
     def __getitem__(self, index):
         return SourceDocument(f"document {index}", text=str(index))
+
+    bad, largest_id = BadDocuments(), (-1, "")
+
+    def check_unchanged(self):
+        pass
 
     def fingerprint(self):
         return "lengths"

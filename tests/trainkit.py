@@ -14,6 +14,7 @@ from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.data import DataError
+from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states
@@ -28,7 +29,8 @@ class RandomPacks:
     """An endless resumable source: pack number n depends on n alone."""
 
     def __init__(self, end: int = 10**9, bad: int = -1) -> None:
-        self.position, self.end, self.bad = 0, end, bad
+        self.position, self.end, self.bad_at = 0, end, bad
+        self.bad, self.largest_id = BadDocuments(), (-1, "")
         self.report, self.empty_documents, self.unlabelled_documents = PackReport(), 0, 0
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -37,7 +39,7 @@ class RandomPacks:
     def __next__(self) -> PackedBatch:
         if self.position == self.end:
             raise StopIteration
-        if self.position == self.bad:
+        if self.position == self.bad_at:
             raise DataError("file.jsonl:7: bad document")
         draw = random.Random(self.position)
         self.position += 1

@@ -20,6 +20,9 @@ USER_ERROR = 2
 FAILED = 1
 INTERRUPTED = 130
 PIPE_CLOSED = 141
+MOST_PROBLEMS = 8
+MOST_ACTIONS = 100_000  # of a schedule that is drawn
+LONGEST_WORD, SHOWN = 4000, 80  # characters of an argument: all that are taken, and those that are quoted
 OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps", "--skip-one-process", "--apart")
 
 TRAIN_INTRODUCTION = """usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
@@ -122,6 +125,7 @@ def _top_level(words: list[str], commands: list[str]) -> int:
         print(f"packgraph: error: no command {words[0]!r}, did you mean {near[0]}? `packgraph --help` lists all",
               file=sys.stderr)
         return USER_ERROR
+    words = [word[:SHOWN] for word in words]
     parser = argparse.ArgumentParser(
         prog="packgraph", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train language models on packed variable-length documents through CUDA graphs.",
@@ -158,18 +162,38 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
         from packgraph.models.hf import WeightsError
         from packgraph.train.checkpoint_reader import CheckpointError
         from packgraph.train.config import ConfigError
+        from packgraph.train.config_values import printable
         from packgraph.train.data import DataError
         from packgraph.train.run_files import RunFileError
         from packgraph.train.trainer import NonFiniteLossError
 
     try:
+        _check_words(words)
         return int(command(words))
     except (ConfigError, DataError, CheckpointError, CaptureError, RunFileError, WeightsError) as error:
-        print(f"packgraph: error: {error}", file=sys.stderr)
+        print(printable(f"packgraph: error: {error}"), file=sys.stderr)
         return USER_ERROR
     except NonFiniteLossError as error:
-        print(f"packgraph: training failed: {error}", file=sys.stderr)
+        print(printable(f"packgraph: training failed: {error}"), file=sys.stderr)
         return FAILED
+
+
+def _check_words(words: list[str]) -> None:
+    """Raise ConfigError for an argument that is no text, or longer than any value."""
+    from packgraph.train.config import ConfigError
+    from packgraph.train.config_values import shown, text_problem
+
+    problems = []
+    for number, word in enumerate(words, start=1):
+        problem = text_problem(word)
+        if len(word) > LONGEST_WORD:
+            problem = f"longer than {LONGEST_WORD:,} characters"
+        if problem is not None:
+            before = words[number - 2] if number > 1 else ""
+            place = f", after {shown(before)}" if before.startswith("--") and "=" not in before else ""
+            problems.append(f"argument {number}, {shown(word)}{place}: {problem}")
+    if problems:
+        raise ConfigError(problems[:MOST_PROBLEMS])
 
 
 def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
@@ -345,7 +369,11 @@ def _plan(words: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     problems = legal_microbatches(asked.ranks, asked.chunks, asked.group, asked.microbatches)
-    problems += picture_errors(asked.microbatches, asked.capacities, asked.buckets)
+    actions = asked.ranks * asked.chunks * asked.microbatches
+    if not problems and actions > MOST_ACTIONS:
+        problems.append(f"ranks x chunks x microbatches are {actions:,}, more than the {MOST_ACTIONS:,} that a picture "
+                        "shows")
+    problems = problems or picture_errors(asked.microbatches, asked.capacities, asked.buckets)
     if problems:
         return _refuse_plan(problems)
     schedule = make_schedule(asked.ranks, asked.chunks, asked.microbatches, asked.group)

@@ -131,6 +131,22 @@ def test_documents_that_were_left_out_are_said_and_counted(
         assert counts["empty"] == counts["unlabelled"] == 1
 
 
+def test_bad_documents_are_skipped_when_asked_said_and_counted(
+        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    with (tmp_path / "data.jsonl").open("a") as stream:
+        stream.write('no json\n{"input_ids": [1, 5000, 2]}\n{"input_ids": [1, 2], "attention_mask": [1]}\n')
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--data.epochs", "1", "--run.steps", "50"]
+    assert re.search(r"data\.jsonl:41: not JSON", refused(capsys, *words))
+    assert cli.main([*words, "--data.on-bad", "skip"]) == 0
+    text = capsys.readouterr().err
+    said = r"data: a bad document was left out \(data.on_bad = skip\): .*data\.jsonl:41: not JSON"
+    assert len(re.findall(said, text)) == 1
+    found = re.search(r"documents: 40 packed, 3 bad \(the first: (.*)\)", text)
+    assert found and re.findall(r"data\.jsonl:(4[0-9])", found[1]) == ["41", "43", "42"]
+    counts = json.loads((tmp_path / "runs" / "qwen3-tiny" / "summary.json").read_text())["documents"]
+    assert counts["bad"] == 3 and len(counts["first_bad"]) == 3
+
+
 def test_a_config_file_of_a_run_resumes_that_run(tmp_path: Path, data: list[str]) -> None:
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3"]
     assert cli.main(words) == 0 and cli.main(words) == 0

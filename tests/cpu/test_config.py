@@ -160,14 +160,15 @@ def test_files_are_read_and_broken_ones_are_named(tmp_path: Path) -> None:
 
 letters = st.characters(codec="utf-8", exclude_characters=",", exclude_categories=("Cs", "Zs", "Cc"))
 names = st.text(letters, min_size=1, max_size=5)
+WHOLE = st.integers(-2**63 + 1, 2**63 - 1)
 capacity = st.builds(Capacity, st.integers(1, 4096), st.integers(1, 64))
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.builds(Outer, title=names, on=st.booleans(), count=st.integers(), inner=st.builds(
-    Inner, rate=st.floats(0, 1e30), shape=st.tuples(st.integers(), st.integers()), kind=st.sampled_from(["one", "two"]),
+@given(st.builds(Outer, title=names, on=st.booleans(), count=WHOLE, inner=st.builds(
+    Inner, rate=st.floats(0, 1e30), shape=st.tuples(WHOLE, WHOLE), kind=st.sampled_from(["one", "two"]),
     names=st.none() | st.lists(names).map(tuple), capacities=st.lists(capacity, min_size=1).map(tuple),
-    cap=st.none() | st.integers())))
+    cap=st.none() | WHOLE)))
 def test_json_round_trip(config: Outer) -> None:
     again = read_config(Outer(), [Layer("config.json", json.loads(json.dumps(to_dict(config))))])
     assert again == config
@@ -175,7 +176,7 @@ def test_json_round_trip(config: Outer) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(capacity, st.floats(allow_nan=False, allow_infinity=False), st.integers(), st.booleans())
+@given(capacity, st.floats(allow_nan=False, allow_infinity=False), WHOLE, st.booleans())
 def test_rendered_text_reads_back(shape: Capacity, number: float, whole: int, flag: bool) -> None:
     pairs = [(shape, Capacity), (number, float), (whole, int), (flag, bool), ((whole, whole), tuple[int, int])]
     for value, kind in pairs:

@@ -15,6 +15,7 @@ from packgraph.train.data import (
     open_documents,
     open_microbatches,
 )
+from packgraph.train.data.bad_documents import BadDocuments
 
 CAPACITIES = [Capacity(64, 6), Capacity(128, 12), Capacity(128, 40)]
 
@@ -30,6 +31,11 @@ class Texts:
 
     def __getitem__(self, index):
         return SourceDocument(f"text {index}", text=self.texts[index])
+
+    bad, largest_id = BadDocuments(), (-1, "")
+
+    def check_unchanged(self):
+        pass
 
     def fingerprint(self):
         return str(hash(tuple(self.texts)))
@@ -173,3 +179,43 @@ def test_data_that_leave_nothing_end_with_an_error_not_in_a_loop():
         next(opened(DataConfig(overlong="drop"), Texts(["", "x" * 500])))
     with pytest.raises(DataError, match="no documents"):
         opened(DataConfig(), Texts([]))
+
+
+IDS = '{"input_ids": [1, 2, 3]}\n'
+
+
+@pytest.mark.parametrize("row", ['{"input_ids": [1, 999]}', '{"input_ids": [1, 2], "labels": [1, 999]}'])
+def test_words_outside_the_vocabulary_are_named_before_the_first_step(tmp_path, row):
+    with pytest.raises(DataError, match=r"data\.jsonl:3: token id 999, but the tokenizer has 264 ids"):
+        lines(tmp_path, 2 * IDS + row + "\n" + IDS)
+
+
+def test_bad_documents_are_left_out_counted_and_kept_in_the_state(tmp_path):
+    text = IDS + '{"input_ids": [999, 1]}\n' + "no json\n" + '{"input_ids": [1, 2], "labels": [-100, 5000]}\n' + IDS
+    stream = lines(tmp_path, text, on_bad="skip")
+    assert [pack.num_documents for pack in stream] == [2]
+    assert stream.bad.count == 3
+    assert {error.split(": ")[0].rpartition(":")[2] for error in stream.bad.first} == {"2", "3", "4"}
+    state = json.loads(json.dumps(stream.state_dict()))
+    other = lines(tmp_path, text, on_bad="skip")
+    assert other.bad.count == 1
+    other.load_state_dict(state)
+    assert other.bad == stream.bad
+    before = {key: value for key, value in state.items() if key != "bad"}  # as written before there was this option
+    other.load_state_dict(before)
+    assert other.bad.count == 1
+
+
+def test_only_bad_documents_are_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"none of the 1 documents.*: 1 are bad \(.*data\.jsonl:1: token id 999"):
+        next(lines(tmp_path, '{"input_ids": [999, 1]}\n', on_bad="skip"))
+
+
+def test_a_file_that_was_replaced_ends_the_epoch_with_an_error(tmp_path):
+    """All its documents were read before, so that only the check at the end can find it."""
+    stream = lines(tmp_path, 3 * IDS, window=1)
+    taken = [next(stream) for _ in range(3)]
+    (tmp_path / "data.jsonl").write_text(4 * IDS)
+    with pytest.raises(DataError, match=r"data\.jsonl: changed since.* \(its size was 75 bytes and is 100"):
+        next(stream)
+    assert len(taken) == 3

@@ -1,6 +1,8 @@
 """Sources of documents: what they read, and how they refuse what cannot be trained on."""
 import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +120,7 @@ def test_the_fingerprint_follows_the_content(tmp_path):
 @pytest.mark.parametrize(("line", "text"), [
     ('{"text": "cut of', "not JSON: Unterminated string.*at column 10"),
     ("[" * 100_000, "nested too deeply"),
+    ('{"text": ' + 5000 * "1" + "}", "not JSON that Python reads"),
     ('["text"]', "expected a JSON object.*got list"),
     ('{"words": "x", "id": 1}', "expected `text`, `messages` or `input_ids`, found id, words.*data.text_column"),
     ('{"text": 3}', "`text` must be a text, got int"),
@@ -212,3 +215,75 @@ def test_parquet_without_datasets_names_the_command(tmp_path, monkeypatch):
 def test_a_senseless_configuration_is_refused(options, text):
     with pytest.raises(ValueError, match=text):
         DataConfig(**options)
+
+
+GOOD = {"text": "good"}
+
+
+@pytest.mark.parametrize(("row", "text"), [
+    ({"input_ids": [1, -2]}, "has a negative token id"),
+    ({"input_ids": "12"}, "expected whole numbers"),
+    ({"input_ids": [1, 2], "labels": [1, -1]}, "has the label -1"),
+    ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 values for 2 tokens"),
+    ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 values for 2 tokens"),
+    ({"input_ids": [1, 2], "attention_mask": "11"}, "attention_mask: expected whole numbers or booleans"),
+    ({"input_ids": [1, 2], "attention_mask": 1}, r"attention_mask"),
+    ({"input_ids": [1, 2], "seq_lengths": [3]}, "lengths sum to 3"),
+])
+def test_bad_tokenized_rows_are_named_when_the_source_is_opened(tmp_path, row, text):
+    path = write_lines(tmp_path / "bad.jsonl", [GOOD, row])
+    with pytest.raises(DataError, match=rf"bad\.jsonl:2.*{text}"):
+        jsonl(path)
+
+
+def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path):
+    bad = ['{"text": 3}', {"input_ids": [1, -2]}, "no json", *[{"messages": []}] * 4]
+    path = write_lines(tmp_path / "x.jsonl", [GOOD, *bad, {"text": "last"}])
+    source = jsonl(path, on_bad="skip")
+    assert texts(source) == ["good", "last"] and source.bad.count == 7
+    assert len(source.bad.first) == 5
+    assert all(text.startswith(f"{path}:{line}") for line, text in enumerate(source.bad.first, start=2))
+    with pytest.raises(DataError, match=r"no documents, only 1 bad ones \(.*y\.jsonl:1: not JSON"):
+        jsonl(write_lines(tmp_path / "y.jsonl", ["x"]), on_bad="skip")
+
+
+def test_bad_text_files_are_left_out_and_counted_when_asked(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ok \xff")
+    (tmp_path / "b.txt").write_text("good")
+    source = open_documents(DataConfig(source="text", path=str(tmp_path), on_bad="skip"))
+    assert texts(source) == ["good"] and source.bad.count == 1 and "a.txt: not UTF-8" in source.bad.first[0]
+
+
+def replaced(path):
+    """By another file of the same size."""
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes().replace(b"one", b"two"))
+    other.rename(path)
+
+
+def written(path):
+    path.write_bytes(path.read_bytes().replace(b"one", b"two"))
+
+
+def appended(path):
+    with path.open("ab") as stream:
+        stream.write(b"\n")
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    (replaced, "another file has taken its place"), (written, "it was written to"), (appended, "its size was"),
+    (Path.unlink, "it is gone")])
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_file_that_changes_after_it_was_opened_is_never_read(tmp_path, kind, change, text):
+    first, second = (tmp_path / f"{name}.{'txt' if kind == 'text' else kind}" for name in "ab")
+    for path in (first, second):
+        path.write_text('{"text": "one"}\n')
+    os.utime(first, ns=(10**18, 10**18))
+    source = open_documents(DataConfig(source=kind, path=str(tmp_path), on_bad="skip"))
+    source.check_unchanged()
+    change(first)
+    with pytest.raises(DataError, match=rf"{first.name}: changed since the run opened it \({text}"):
+        source[0]
+    with pytest.raises(DataError, match=f"{first.name}: changed"):
+        source.check_unchanged()
+    assert "one" in source[1].text

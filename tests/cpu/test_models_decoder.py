@@ -173,3 +173,12 @@ def test_config_names_every_illegal_value_at_once():
     with pytest.raises(ValueError, match=r"num_layers is 0.*multiple of num_kv_heads 3.*head_dim 7 is odd.*"
                                          r"dropout is 1\.0.*'fast' is unknown; known are auto, naive"):
         changed(num_layers=0, num_kv_heads=3, head_dim=7, dropout=1.0, attention_backend="fast")
+
+
+def test_a_batch_with_words_that_the_model_has_not_is_refused():
+    """On any device: by what the host knows of the batch, before anything is launched."""
+    model = DecoderModel(CONFIG)
+    words = model.config.vocab_size
+    for document in ([1, words], {"input_ids": [1, 2], "labels": [1, words]}):
+        with pytest.raises(ValueError, match=f"label {words}, but the model has a vocabulary of {words}"):
+            model(PackedBatch.build([document], Capacity(8, 2)))

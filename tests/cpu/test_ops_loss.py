@@ -39,6 +39,18 @@ def test_equals_naive_for_value_and_gradients(rows, width, vocab, chunk, ignored
     assert token_count(labels) == (labels != -100).sum()
 
 
+@pytest.mark.parametrize("label", [-1, -99, -101, 9, 5000, 2**40])
+@pytest.mark.parametrize("function", [naive_linear_cross_entropy, linear_cross_entropy])
+def test_a_label_outside_the_vocabulary_makes_nan(function, label):
+    hidden, weight, labels = inputs(6, 4, 9, [2])
+    legal = gradients(function, hidden, weight, labels, 1.0)
+    labels[4] = label
+    loss, grad_hidden, grad_weight = gradients(function, hidden, weight, labels, 1.0)
+    assert loss.isnan() and grad_hidden[4].isnan().all() and grad_weight.isnan().all()
+    others = [0, 1, 2, 3, 5]
+    torch.testing.assert_close(grad_hidden[others], legal[1][others])
+
+
 def test_only_ignored_rows_give_exact_zeros():
     hidden, weight, labels = inputs(6, 4, 9, list(range(6)))
     for tensor in gradients(linear_cross_entropy, hidden * float("nan"), weight, labels, 1.0, chunk=4):

@@ -29,6 +29,25 @@ def test_kernel_equals_the_operations(dtype, size):
 
 
 @inside
+@pytest.mark.parametrize("label", [-1, 50, 64, 5000, -101, 2**40, -(2**40)])
+def test_a_label_outside_the_vocabulary_reads_nothing_and_makes_nan(label):
+    """The rows lie in a larger buffer, whose other numbers an illegal label would find."""
+    from packgraph.ops.loss_kernel import logits_to_gradients
+    torch.manual_seed(0)
+    buffer = torch.randn(5, 64)
+    logits, around = buffer[1:4, :50], buffer.clone()
+    labels, losses = torch.tensor([3, label, 49]), torch.empty(3)
+    expected_losses = torch.empty(3)
+    expected = naive_gradient_of_logits(logits.clone(), labels, expected_losses, wanted=True)
+    logits_to_gradients(logits, labels, losses)
+    assert losses[1].isnan() and logits[1].isnan().all()
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+    buffer[1:4, :50] = around[1:4, :50]
+    assert torch.equal(buffer, around)
+
+
+@inside
 @pytest.mark.parametrize("chunk", [4, 16])
 def test_compiled_loss_holds_the_kernel(monkeypatch, chunk):
     """What it writes to, it writes to in compiled code as well: chunk after chunk, views of the losses among it."""

@@ -136,3 +136,12 @@ def test_capacities_are_ordered_and_know_their_longest_document():
     assert sorted([large, more, small]) == [small, more, large]
     assert Capacity(8, 2) == Capacity(8, 2, 8)
     assert len({Capacity(8, 2), Capacity(8, 2, 8)}) == 1
+
+
+def test_words_outside_a_vocabulary_are_refused_by_what_the_host_knows():
+    batch = PackedBatch.build([[1, 2, 7], {"input_ids": [3, 4], "labels": [-100, 9]}], Capacity(8, 2))
+    batch.check_words(10)
+    with pytest.raises(ValueError, match="token id or label 9, but the model has a vocabulary of 9"):
+        batch.check_words(9)
+    batch.without_lengths().check_words(1)
+    PackedBatch.empty(Capacity(8, 2)).check_words(1)

@@ -5,6 +5,7 @@ import torch
 
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.packing.document import Document
 from packgraph.packing.pack import pack
 
 CAPACITY = Capacity(16, 6)
@@ -119,6 +120,18 @@ def test_rows_of_a_data_set_are_taken():
     ({"input_ids": [1, 2], "seq_lengths": [3, -1]}, r"seq_lengths has a negative length \(-1\)"),
     ({"input_ids": [1, 2], "cu_seq_lens_q": [0, 3, 2]}, r"cu_seq_lens_q falls \(-1\)"),
     (np.array([2**63 + 5], dtype=np.uint64), "9223372036854775813 does not fit in int64"),
+    ({"input_ids": [1, 2], "labels": [1, -1]}, "document 1 has the label -1; a label is a token id, or -100"),
+    ({"input_ids": [1, 2, 3], "labels": [-2, 1, 1], "seq_lengths": [1, 2]}, "document 1, part 0 has the label -2"),
+    (Document(np.array([1, 2]), np.array([1, -1])), "document 1 has the label -1"),
+    (Document(np.array([1, -2])), "document 1 has a negative token id"),
+    ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 values for 2 tokens"),
+    ({"input_ids": [1, 2], "attention_mask": [1, 1, 0]}, "attention_mask has 3 values for 2 tokens"),
+    ({"input_ids": [1, 2], "attention_mask": []}, "attention_mask has 0 values for 2 tokens"),
+    ({"input_ids": [1, 2], "attention_mask": "11"}, "attention_mask: expected whole numbers or booleans, got <U2"),
+    ({"input_ids": [1, 2], "attention_mask": [1.0, 1.0]}, "attention_mask: expected whole numbers or booleans, got fl"),
+    ({"input_ids": [1, 2], "attention_mask": {"a": 1}}, "attention_mask: expected whole numbers or booleans"),
+    ({"input_ids": [1, 2], "attention_mask": [1, 2]}, "attention_mask has the value 2.*seq_idx"),
+    ({"input_ids": [1, 2], "seq_lengths": [2**63 - 1, 2**63 - 1, 4]}, "a length of 9223372036854775807, but it has 2"),
     (7, r"document 1: expected token ids of shape \[n\], got \[\]; one document is a list"),
     ({"input_ids": [1, 2], "position_ids": [0]}, "position_ids has 1 values for 2 tokens"),
     (torch.zeros(3, dtype=torch.int64, device="meta"), "document 1 is a tensor on meta.*host wait"),

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from packgraph.packing.capacity import Capacity
 from packgraph.plan.learning_rate import learning_rate_at
+from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.config import ConfigError, to_dict
 from packgraph.train.disagreements import disagreements
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
@@ -211,6 +213,16 @@ def test_the_learning_rate_changes_on_the_way_only_when_asked(tmp_path: Path) ->
         check_same_run(tmp_path, changed(config, eps=0.1), {"optimizer.eps"})
 
 
+def test_bad_documents_are_skipped_on_the_way_only_when_asked(tmp_path: Path) -> None:
+    config = config_at(tmp_path, name="mine")
+    write_json(tmp_path / CONFIG, to_dict(config))
+    skips = dataclasses.replace(config, data=dataclasses.replace(config.data, on_bad="skip"))
+    with pytest.raises(ConfigError, match=r"data\.on_bad: the run has 'stop'.*say --data\.on-bad skip"):
+        check_same_run(tmp_path, skips)
+    (note,) = check_same_run(tmp_path, skips, {"data.on_bad"})
+    assert "data.on_bad changes from stop to skip" in note
+
+
 def test_more_steps_change_the_decay_unless_its_end_is_said(tmp_path: Path) -> None:
     config = config_at(tmp_path, name="mine", steps=100)
     write_json(tmp_path / CONFIG, to_dict(config))
@@ -312,3 +324,16 @@ def test_presets_name_themselves(name: str) -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean qwen3-tiny"):
         preset("qwen-tiny")
+
+
+@pytest.mark.parametrize(("graph", "buckets", "text"), [
+    ({"capacities": (Capacity(1, 1), Capacity(8, 2))}, {}, "graph.capacities: no label can remain in 1x1, since"),
+    ({"capacities": (Capacity(8, 2, longest=1),)}, {}, "no label can remain in 8x2, since"),
+    ({"capacities": "auto"}, {"max_tokens": 1}, "buckets.max_tokens = 1 leaves no label"),
+])
+def test_a_capacity_without_room_for_a_label_is_refused(graph, buckets, text):
+    config = dataclasses.replace(preset("qwen3-tiny"), graph=GraphConfig(enabled=False, **graph),
+                                 buckets=BucketConfig(**buckets))
+    assert any(text in problem for problem in disagreements(config, "cpu"))
+    fine = dataclasses.replace(config, graph=GraphConfig(enabled=False, capacities=(Capacity(2, 1),)))
+    assert disagreements(fine, "cpu") == []

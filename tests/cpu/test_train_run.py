@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainkit import CPU, RandomPacks, StopAfter, state_of, tiny, trainer
+from trainkit import CAPACITIES, CPU, RandomPacks, StopAfter, equal, state_of, tiny, trainer
 
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
@@ -14,7 +14,8 @@ from packgraph.train.build import build_model
 from packgraph.train.checkpoint import latest_checkpoint, load_state
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.checkpoint_state import write_state
-from packgraph.train.data import DataError
+from packgraph.train.data import DataConfig, DataError, build_tokenizer, open_documents, open_microbatches
+from packgraph.train.data.errors import DataChangedError
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 from packgraph.train.signals import StopRequest
@@ -142,6 +143,39 @@ def test_bad_data_on_the_way_lose_no_finished_step(tmp_path: Path) -> None:
     mended.run(StopRequest())
     expected, found = state_of(straight), state_of(mended)
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def test_a_file_that_changes_is_not_read_again_and_loses_no_finished_step(tmp_path: Path) -> None:
+    """Documents of the last step wait in the window, and stand in the file that has changed."""
+    path, before = tmp_path / "data.jsonl", 12 * '{"input_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]}\n'
+
+    class Changing(StopRequest):
+        steps = 0
+
+        def __bool__(self) -> bool:
+            self.steps += 1
+            if self.steps == 4:
+                path.write_text(before.replace("10]", "11]"))
+            return False
+
+    def packs() -> Any:
+        config = DataConfig(source="jsonl", path=str(path), window=4)
+        return open_microbatches(config, open_documents(config), build_tokenizer(config), CAPACITIES)
+
+    config = tiny(steps=12)
+    path.write_text(before)
+    straight = trainer(tmp_path / "straight", config, packs())
+    straight.run(StopRequest())
+    broken = trainer(tmp_path / "broken", config, packs())
+    with pytest.raises(DataChangedError, match=r"data\.jsonl: changed since the run opened it"):
+        broken.run(Changing())
+    assert broken.step == 3
+    path.write_text(before)
+    mended = trainer(tmp_path / "broken", config, packs())
+    mended.resume()
+    assert mended.step == 3
+    mended.run(StopRequest())
+    equal(state_of(straight), state_of(mended))
 
 
 @pytest.mark.parametrize("poison", ["loss", "weight"])

@@ -139,6 +139,33 @@ def _case(words):
     return torch.randint(0, words, (10,)), hidden, weight, labels, padding
 
 
+def illegal_words(mesh, label, token):
+    torch.manual_seed(1)
+    tokens, hidden, weight, labels, padding = _case(9)
+    head = nn.Parameter(distribute_tensor(weight.detach(), mesh["tp"], [Shard(0)]))
+    hidden = hidden.detach().requires_grad_()
+    labels[5], tokens[3] = label, token
+    loss = head_cross_entropy(hidden, head, labels, 4)
+    loss.backward()
+    return loss.detach(), hidden.grad, head.grad.full_tensor(), embed(tokens, padding, head, split_rows=False).detach()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("label", "token"), [(-1, -1), (9, 9), (5000, 5000), (-101, -(2**40))])
+def test_words_that_no_rank_has_make_nan_on_all(label, token):
+    torch.manual_seed(1)
+    tokens, hidden, weight, labels, padding = _case(9)
+    head_cross_entropy(hidden, weight, labels, 4).backward()
+    tokens[3] = token
+    wanted = embed(tokens, padding, weight, split_rows=False)
+    assert wanted[3].isnan().all() and not wanted[8:].any()
+    for loss, of_hidden, of_head, rows in run_ranks(illegal_words, 2, label, token, layout=TP2):
+        assert loss.isnan() and of_hidden[5].isnan().all() and of_head.isnan().all()
+        others = [0, 1, 2, 3, 4, 6, 7, 8, 9]
+        torch.testing.assert_close(of_hidden[others], hidden.grad[others])
+        torch.testing.assert_close(rows, wanted, equal_nan=True)
+
+
 def _weighted(rows, first):
     return (rows * torch.arange(first + 1, first + rows.shape[0] + 1)[:, None]).sum()
 

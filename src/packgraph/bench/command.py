@@ -39,6 +39,7 @@ from packgraph.plan.context.request import PLACES
 from packgraph.plan.offload.rules import MODULES
 from packgraph.plan.pipeline.schedule import legal_microbatches
 from packgraph.train.config import ConfigError
+from packgraph.train.config_values import path_problem, shown
 from packgraph.train.launch import choose_device
 
 FAILED = 1
@@ -232,8 +233,16 @@ def _problems(asked: argparse.Namespace) -> list[str]:
         found.append("--together must be at least 2: every way is compared with the first one")
     if given.get("device", "auto") not in ("auto", "cpu", "cuda"):
         found.append(f"--device must be auto, cpu or cuda, got {asked.device!r}")
-    if asked.out is not None and not asked.out.resolve().parent.is_dir():
-        found.append(f"--out: the folder {asked.out.resolve().parent} does not exist")
+    if asked.out is not None:
+        problem = path_problem(str(asked.out))
+        if problem is None and asked.out.exists() and not asked.out.is_file():
+            problem = "it is no file"
+        if problem is None and not asked.out.resolve().parent.is_dir():
+            problem = f"the folder {asked.out.resolve().parent} does not exist"
+        if problem is not None:
+            found.append(f"--out {shown(str(asked.out))}: {problem}")
+    if not 0 <= asked.seed < 2**63:
+        found.append(f"--seed must be at least 0 and below 2^63, got {asked.seed}")
     return found
 
 

@@ -1,12 +1,19 @@
 """Shape of a decoder: everything that its parameters and numbers depend on."""
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.mamba_config import MambaConfig
 from packgraph.models.pattern import read_pattern
 from packgraph.ops.attention import BACKENDS
+
+# Larger numbers are mistakes: three of them multiplied are a size in bytes, which must stay below 2^63.
+LARGEST_SIZE = 2**18
+LARGEST = {"vocab_size": 2**24, "num_layers": 2**14, "max_position_embeddings": 2**62,
+           "latent.scaling.original_positions": 2**62}
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ def _illegal(config: DecoderConfig) -> list[str]:
                 "head_dim", "rope_theta", "rms_norm_eps", "max_position_embeddings")
     reasons = [f"{name} is {getattr(config, name)}, must be positive" for name in positive
                if getattr(config, name) <= 0]
+    reasons += [f"{name} is {value}, must be at most {LARGEST.get(name, LARGEST_SIZE):,}"
+                for name, value in _whole_numbers(config) if value > LARGEST.get(name, LARGEST_SIZE)]
     if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
         reasons.append(f"num_heads {config.num_heads} is no multiple of num_kv_heads {config.num_kv_heads}")
     if config.head_dim % 2 and not config.latent.enabled:
@@ -98,6 +107,16 @@ def _illegal(config: DecoderConfig) -> list[str]:
     if share != 1.0 and config.latent.enabled:
         reasons.append("rotary_share means nothing with latent attention, whose latent.rope_dim says it")
     return reasons + _illegal_pattern(config)
+
+
+def _whole_numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """All whole numbers of a tree of dataclasses, by their names with dots."""
+    for one in dataclasses.fields(section):
+        value = getattr(section, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from _whole_numbers(value, f"{prefix}{one.name}.")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield prefix + one.name, value
 
 
 def _illegal_pattern(config: DecoderConfig) -> list[str]:

@@ -24,6 +24,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 from packgraph.models.hf_experts import split_experts
 from packgraph.models.hf_families import family_of
+from packgraph.models.hf_family import cut
 from packgraph.parallel.pieces import expert_part
 
 CONFIG = "config.json"
@@ -32,6 +33,7 @@ INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+LONGEST_NAME = 255  # characters of a file's name
 MAX_NAMED = 5  # tensors named in one error message
 
 
@@ -113,6 +115,8 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise WeightsError(f"{file} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise WeightsError(f"{file} is not valid JSON: nested too deeply") from error
     if not isinstance(content, dict):
         raise WeightsError(f"{file} holds a {type(content).__name__} where a JSON object belongs.")
     return content
@@ -139,8 +143,9 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
         raise WeightsError(f"{index} has no weight_map.")
     files: dict[str, Path] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise WeightsError(f"{index} puts {name} into {file!r}, no safetensors file of this folder.")
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors") \
+                or len(file) > LONGEST_NAME:
+            raise WeightsError(f"{index} puts {name} into {cut(file)}, no safetensors file of this folder.")
         if not (folder / file).is_file():
             raise WeightsError(f"{index} puts {name} into {file}, which does not exist.")
         files[name] = folder / file

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import LARGEST, LARGEST_SIZE, DecoderConfig
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.hf_families import DEEPSEEK_V3, FAMILIES, RECORDED, family_of
-from packgraph.models.hf_family import Family, Key, kind_of, value_of
+from packgraph.models.hf_family import Family, Key, cut, kind_of, value_of
 from packgraph.models.hf_rope import Rope, read_rope, write_rope
 from packgraph.models.latent_config import LatentConfig, RopeScaling
 from packgraph.models.mamba_config import MambaConfig
@@ -35,7 +35,9 @@ def config_from_json(description: Mapping[str, Any]) -> DecoderConfig:
         if value is None:
             reasons.append(f"{key.name} is missing")
         elif not _is(value, kind_of(field)):
-            reasons.append(f"{key.name} is {value!r}, not {kind_of(field).__name__}")
+            reasons.append(f"{key.name} is {cut(value)}, not {kind_of(field).__name__}")
+        elif isinstance(value, int) and value > LARGEST.get(field, LARGEST_SIZE):
+            reasons.append(f"{key.name} is {cut(value)}, must be at most {LARGEST.get(field, LARGEST_SIZE):,}")
         values[field] = value
     rope = read_rope(description, scaled=family is DEEPSEEK_V3) if family.rotary else Rope()
     reasons += _unsupported(description, family) + rope.reasons
@@ -76,8 +78,8 @@ def config_to_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
 def stored_dtype(description: Mapping[str, Any]) -> torch.dtype:
     """The dtype that a config.json names, float32 when it names none. Raises ValueError for an unknown one."""
     name = description.get("dtype") or description.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}; known are {', '.join(DTYPES)}")
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"dtype is {cut(name)}; known are {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -94,7 +96,7 @@ def family_from(description: Mapping[str, Any]) -> Family:
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
     raise ValueError("no model that can be loaded here: "
-                     f"the architecture is {architectures}, only {known} are known")
+                     f"the architecture is {cut(architectures)}, only {known} are known")
 
 
 def _read(description: Mapping[str, Any], key: Key) -> Any:
@@ -156,8 +158,11 @@ def _unsupported(description: Mapping[str, Any], family: Family) -> list[str]:
     for key, known in family.only.items():
         value = description.get(key)
         if value is not None and (value or known) and value != known:  # an empty list is as good as an empty tuple
-            reasons.append(f"{key} is {value!r}, only {known!r} is known")
-    if "sliding_attention" in (description.get("layer_types") or []):
+            reasons.append(f"{key} is {cut(value)}, only {known!r} is known")
+    layer_types = description.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        reasons.append(f"layer_types is {cut(layer_types)}, not a list")
+    elif "sliding_attention" in layer_types:
         reasons.append("layers with a sliding window")
     if description.get("quantization_config"):
         reasons.append("the weights are quantised")

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from packgraph.models.config import DecoderConfig
 
+SHOWN = 80  # characters
+
 
 class Key(NamedTuple):
     """A key of config.json. default: transformers' own where the key is absent; None = the key is required.
@@ -72,3 +74,12 @@ def kind_of(field: str) -> type:
     for name in field.split("."):
         kind = kind.__annotations__[name]
     return kind
+
+
+def cut(value: Any) -> str:
+    """A value of a config.json as a message quotes it: not all of a long one."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of thousands of digits
+        text = "a number too large to be shown"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -78,6 +78,9 @@ class DecoderStack(nn.Module):
 
     def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None,
               context: int | None = None) -> State:
+        if isinstance(batch, PackedBatch) and not torch.compiler.is_compiling():
+            # Compiled code would be made again for every number that it has looked at.
+            batch.check_words(self.config.vocab_size)
         size = self._ranks_of(batch) if context is None else context
         if size != 1 and size not in self.contexts:
             raise ValueError(f"rows cannot be spread over {size} ranks: this model knows groups of "

@@ -136,7 +136,7 @@ def _of_scores(of_weights, scores, experts, row, expert, number, scaling, PLACES
     """Gradient of scores [ROWS, WIDE] that comes through the weights. number: experts of the rows [ROWS, WIDE_PLACES].
     """
     turn = tl.arange(0, WIDE_PLACES)
-    live = number >= 0
+    live = (number >= 0) & (number < COUNT)
     grad = tl.load(of_weights + row[:, None] * PLACES + turn[None, :], mask=live, other=0.0) * scaling
     if NORMALISE:
         score = tl.load(scores + row[:, None] * COUNT + number, mask=live, other=0.0)

@@ -5,8 +5,9 @@
 
 Gradients are computed in the forward pass, while the logits are there, and scaled by the incoming gradient in
 the backward pass: no second product with the head, which is a quarter of the work of a small model. Rows with
-the label -100 contribute exactly zero, whatever their hidden state holds. Nothing is atomic, so results
-repeat bitwise.
+the label -100 contribute exactly zero, whatever their hidden state holds. A label outside the vocabulary makes the loss
+and the gradients NaN: on a device nothing else can be said without waiting for it. Nothing is atomic, so results repeat
+bitwise.
 """
 import importlib.util
 from typing import Any
@@ -26,6 +27,11 @@ def token_count(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
+def is_word(labels: Tensor, vocab_size: int) -> Tensor:
+    """bool, shaped as `labels`: whether each is a word of the vocabulary."""
+    return (labels >= 0) & (labels < vocab_size)
+
+
 def rows_per_chunk(vocab_size: int) -> int:
     """Rows of logits that are held at once: a multiple of 128, at least 128."""
     return max(CHUNK_ELEMENTS // vocab_size // 128, 1) * 128
@@ -35,7 +41,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     """Sum over rows of -log softmax(hidden @ weight.T)[label]: 0-d float32.
 
     hidden: [T, H]; weight: [V, H]; labels: int64 [T], each in [0, V) or -100 (ignored: its loss and gradients
-    are exactly 0). chunk: rows of logits held at once, derived from V when None.
+    are exactly 0); any other makes loss and gradients NaN. chunk: rows of logits held at once,
+    derived from V when None.
     Raises ValueError for a chunk below 1.
     """
     rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
@@ -53,8 +60,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
 def naive_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The specification: all logits at once, torch's cross-entropy over the rows that count."""
     counted = labels != IGNORED
-    logits = (hidden[counted] @ weight.t()).float()
-    return F.cross_entropy(logits, labels[counted], reduction="sum")
+    logits, words = (hidden[counted] @ weight.t()).float(), labels[counted]
+    legal = is_word(words, weight.shape[0])
+    losses = F.cross_entropy(logits, words.masked_fill(~legal, 0), reduction="none")
+    return (losses * torch.where(legal, 1.0, torch.nan)).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -112,13 +121,20 @@ def gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted
 
 def naive_gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool) -> Tensor | None:
     """The specification of `gradient_of_logits`, by single operations."""
-    counted = (labels != IGNORED)[:, None]
+    ignored = (labels == IGNORED)[:, None]
+    illegal = ~is_word(labels, logits.shape[1])[:, None]
     log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    target = labels[:, None].masked_fill(~counted, 0)
+    target = labels[:, None].masked_fill(illegal, 0)
     target_log_probability = log_probabilities.gather(1, target)
-    losses.copy_(-target_log_probability.masked_fill(~counted, 0.0)[:, 0])
+    losses.copy_(-_defined(target_log_probability, illegal, ignored)[:, 0])
     if not wanted:
         return None
     probabilities = log_probabilities.exp_()
     probabilities.scatter_(1, target, torch.expm1(target_log_probability))  # p - 1 without cancellation
-    return probabilities.masked_fill_(~counted, 0.0).to(logits.dtype)
+    return _defined(probabilities, illegal, ignored).to(logits.dtype)
+
+
+def _defined(values: Tensor, illegal: Tensor, ignored: Tensor) -> Tensor:
+    """`values` [C, ...], NaN where the label is no word and 0 where it is ignored: in place, as rows of logits are the
+    largest tensors of a step."""
+    return values.masked_fill_(illegal, torch.nan).masked_fill_(ignored, 0.0)

@@ -20,7 +20,8 @@ def _row(logits, labels, losses, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     counted = label != IGNORED
-    target = tl.where(counted, label, 0)
+    legal = (label >= 0) & (label < SIZE)
+    target = tl.where(legal, label, 0)
     start = logits + row * stride
     at_target = tl.load(start + target).to(tl.float32)
     largest = -float("inf")
@@ -33,7 +34,8 @@ def _row(logits, labels, losses, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(value - shift), 0)
         largest = larger
     log_sum = largest + tl.log(total)
-    tl.store(losses + row, tl.where(counted, log_sum - at_target, 0.0))
+    illegal = tl.where(legal, 0.0, float("nan"))  # added: there is no number for a word that does not exist
+    tl.store(losses + row, tl.where(counted, log_sum - at_target + illegal, 0.0))
     less = at_target - log_sum
     # p - 1 without cancellation: by the series of expm1 where p is close to 1
     series = less * (1.0 + less * (0.5 + less * (1.0 / 6.0 + less * (1.0 / 24.0))))
@@ -42,7 +44,7 @@ def _row(logits, labels, losses, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
         column = first + tl.arange(0, BLOCK)
         value = tl.load(start + column, mask=column < SIZE, other=-float("inf")).to(tl.float32)
         gradient = tl.where(column == target, gradient_at_target, tl.exp(value - log_sum))
-        tl.store(start + column, tl.where(counted, gradient, 0.0), mask=column < SIZE)
+        tl.store(start + column, tl.where(counted, gradient + illegal, 0.0), mask=column < SIZE)
 
 
 @torch.library.custom_op("packgraph::logits_to_gradients", mutates_args=("logits", "losses"))
@@ -50,7 +52,8 @@ def logits_to_gradients(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
     """Write the loss of every row to `losses` and the gradient of its logits over `logits`.
 
     logits: [C, V], a float dtype, rows contiguous. labels: int64 [C], -100 = the row does not count: loss and gradient
-    are exactly 0, whatever it holds. losses: float32 [C]. One operation for torch.compile.
+    are exactly 0, whatever it holds. A label outside [0, V) gives a loss and gradients of NaN; nothing is read
+    outside the row. losses: float32 [C]. One operation for torch.compile.
     """
     rows, size = logits.shape
     _row[(rows,)](logits, labels, losses, logits.stride(0), SIZE=size, BLOCK=min(BLOCK, triton.next_power_of_2(size)),

@@ -7,6 +7,7 @@ not see them, since a graph would bake them (`without_lengths`).
     tokens        a a a b b c c c c . .      position_ids  0 1 2 0 1 0 1 2 3 0 0
     labels        a a _ b _ c c c _ _ _      document_ids  0 0 0 1 1 2 2 2 2 N N      cu_seqlens  0 3 5 9 9 9
 """
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,22 +17,24 @@ from torch.utils._pytree import register_pytree_node
 
 from packgraph.packing.build import fill
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.document import read_documents
+from packgraph.packing.document import Document, read_documents
 from packgraph.packing.layout import Field, layout_of
 
 
 class HostFacts:
-    """What the host knows of a batch: `lengths` of its documents and `loss_tokens`; None when they were taken away.
+    """What the host knows of a batch: `lengths` of its documents, `loss_tokens`, and `largest_id` of tokens and labels;
+    None when they were taken away.
 
     Any two compare equal: they are no part of a batch's structure, and pytrees of batches with different lengths must
     have the same structure.
     """
 
-    __slots__ = ("lengths", "loss_tokens")
+    __slots__ = ("largest_id", "lengths", "loss_tokens")
 
-    def __init__(self, lengths: tuple[int, ...] | None, loss_tokens: int | None) -> None:
+    def __init__(self, lengths: tuple[int, ...] | None, loss_tokens: int | None, largest_id: int | None = None) -> None:
         self.lengths = lengths
         self.loss_tokens = loss_tokens
+        self.largest_id = largest_id
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostFacts)
@@ -72,14 +75,18 @@ class PackedBatch:
             raise ValueError(
                 f"{len(lengths)} documents of {sum(lengths)} tokens, the longest of {max(lengths)}, do not fit in "
                 f"{capacity}; use a larger capacity, or packgraph.pack, which makes several packs")
-        data, loss_tokens = fill(found, capacity)
-        return PackedBatch(data, capacity, HostFacts(lengths, loss_tokens))
+        return PackedBatch.of_documents(found, capacity)
 
     @staticmethod
     def empty(capacity: Capacity) -> "PackedBatch":
         """A pack without documents, all padding: for a rank that has nothing to do but take part in exchanges."""
-        data, loss_tokens = fill([], capacity)
-        return PackedBatch(data, capacity, HostFacts((), loss_tokens))
+        return PackedBatch.of_documents([], capacity)
+
+    @staticmethod
+    def of_documents(documents: Sequence[Document], capacity: Capacity) -> "PackedBatch":
+        """The pack of `documents`, which were found to be good and to fit in `capacity`."""
+        data, *numbers = fill(documents, capacity)
+        return PackedBatch(data, capacity, HostFacts(tuple(map(len, documents)), *numbers))
 
     @property
     def tokens(self) -> Tensor:
@@ -139,6 +146,16 @@ class PackedBatch:
         if self.host.loss_tokens is None:
             raise RuntimeError(_no_facts("num_loss_tokens"))
         return self.host.loss_tokens
+
+    def check_words(self, vocab_size: int) -> None:
+        """Raise ValueError if a token or a label is no word of a vocabulary of `vocab_size` words.
+
+        Costs nothing: it goes by what the host knows. A batch without host facts passes; kernels make NaN of its
+        illegal words.
+        """
+        if self.host.largest_id is not None and self.host.largest_id >= vocab_size:
+            raise ValueError(f"the batch has the token id or label {self.host.largest_id}, but the model has a "
+                             f"vocabulary of {vocab_size}: ids must be below it; was it made with another tokenizer?")
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "PackedBatch":
         """The batch on `device`: one upload, through pinned memory when `device` is a CUDA device.

@@ -14,10 +14,11 @@ from packgraph.packing.layout import Field, layout_of
 NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
 
 
-def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int]:
-    """The buffer of a pack of `documents` (none: all padding), which must fit, and its number of loss tokens.
+def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int, int]:
+    """The buffer of a pack of `documents` (none: all padding), which must fit, its number of loss tokens, and the
+    largest of its token ids and labels (-1 without any).
 
-    Returns (uint8 [layout_of(capacity).nbytes] on the host, host int). All bytes are defined, gaps too, so
+    Returns (uint8 [layout_of(capacity).nbytes] on the host, host int, host int). All bytes are defined, gaps too, so
     equal packs are equal buffers.
     """
     layout = layout_of(capacity)
@@ -54,4 +55,5 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
     loss_mask = field(layout.loss_mask)
     np.not_equal(labels, IGNORED, out=loss_mask)
     field(layout.padding_mask)[used:] = True
-    return data, int(np.count_nonzero(loss_mask))
+    largest = max(int(tokens.max(initial=-1)), int(labels.max(initial=-1)))
+    return data, int(np.count_nonzero(loss_mask)), largest

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+LIMIT = 2**31  # kernels take boundaries of documents as 32-bit integers
+
 
 @dataclass(frozen=True, order=True)
 class Capacity:
@@ -27,8 +29,9 @@ class Capacity:
         for name in ("tokens", "documents", "longest"):
             value = getattr(self, name)
             number = _whole_number(value)
-            if number is None or number < 1:
-                raise ValueError(f"Capacity: {name} must be a whole number of at least 1, got {value!r}")
+            if number is None or not 1 <= number < LIMIT:
+                raise ValueError(f"Capacity: {name} must be a whole number of at least 1 and below 2^31, got "
+                                 f"{str(value)[:40]}")
             object.__setattr__(self, name, number)
         if self.bound > self.tokens:
             raise ValueError(f"Capacity: longest ({self.longest}) must not exceed tokens ({self.tokens}): a document "

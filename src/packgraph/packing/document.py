@@ -67,7 +67,7 @@ def read_documents(documents: Any) -> Iterator[Document]:
 def read_item(item: Any, name: str) -> Iterator[Document]:
     """The documents of one item (one, or several for a row with boundaries). `name` is used in messages."""
     if isinstance(item, Document):
-        yield item
+        yield _checked(item.tokens, item.targets, name)
     elif isinstance(item, Mapping):
         yield from _from_mapping(item, name)
     else:
@@ -87,6 +87,9 @@ def _from_mapping(item: Mapping[str, Any], name: str) -> Iterator[Document]:
         lengths = np.array([len(tokens)])
     if lengths.sum() != len(tokens):
         raise ValueError(f"{name}: its documents' lengths sum to {lengths.sum()}, but it has {len(tokens)} tokens")
+    if len(lengths) and lengths.max() > len(tokens):  # the sum of huge numbers wraps around
+        raise ValueError(f"{name}: one of its documents has a length of {lengths.max()}, but it has {len(tokens)} "
+                         "tokens")
     if flattened and not len(tokens):
         return
     stops = np.cumsum(lengths)
@@ -105,9 +108,12 @@ def _targets(item: Mapping[str, Any], tokens: Ids, name: str) -> Ids | None:
             mask = _same_length(item[key], tokens, name, key)
             targets = np.where(mask != 0, tokens if targets is None else targets, IGNORED)
     if item.get("attention_mask") is not None:
-        attended = np.atleast_1d(np.asarray(_host(item["attention_mask"], name)))
-        if attended.shape[-1] == len(tokens) and not attended.all():
+        attended = _same_length(item["attention_mask"], tokens, name, "attention_mask")
+        if not attended.all():
             raise ValueError(f"{name}: attention_mask has zeros, so input_ids holds padding; pass it without padding")
+        if (attended != 1).any():
+            raise ValueError(f"{name}: attention_mask has the value {attended[attended != 1][0]}; it must be 1 for "
+                             "every token. Numbers of documents belong in seq_idx")
     return targets
 
 
@@ -137,7 +143,7 @@ def _not_empty(lengths: Ids, problem: str) -> Ids:
 
 
 def _same_length(values: Any, tokens: Ids, name: str, key: str) -> Ids:
-    array, _ = _row(_ids(values, f"{name}, {key}", allow_bool=True), name)
+    array, _ = _row(_ids(values, f"{name}, {key}", allow_bool=True), f"{name}, {key}")
     if len(array) != len(tokens):
         raise ValueError(f"{name}: {key} has {len(array)} values for {len(tokens)} tokens")
     return array
@@ -174,7 +180,9 @@ def _ids(values: Any, name: str, *, allow_bool: bool = False) -> Ids:
     if array.size == 0:
         return array.astype(np.int64)
     if array.dtype.kind not in ("iub" if allow_bool else "iu"):
-        raise ValueError(f"{name}: expected whole numbers (token ids), got {array.dtype}; tokenize text first")
+        wanted = "whole numbers or booleans" if allow_bool else "whole numbers (token ids)"
+        raise ValueError(f"{name}: expected {wanted}, got {array.dtype}"
+                         + ("" if allow_bool else "; tokenize text first"))
     if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: {array.max()} does not fit in int64, so it is no token id")
     return array.astype(np.int64, copy=False)
@@ -188,4 +196,8 @@ def _checked(tokens: Ids, targets: Ids | None, name: str) -> Document:
         raise ValueError(f"{name} is empty; leave it out")
     if tokens.min() < 0:
         raise ValueError(f"{name} has a negative token id ({tokens.min()}); -100 belongs in labels, not in input_ids")
+    if targets is not None and ((targets < 0) & (targets != IGNORED)).any():
+        illegal = targets[(targets < 0) & (targets != IGNORED)][0]
+        raise ValueError(f"{name} has the label {illegal}; a label is a token id, or {IGNORED} where nothing is to be "
+                         "predicted")
     return Document(tokens, targets)

@@ -7,8 +7,7 @@ Nobody waits for ever, and the only state is the window.
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from packgraph.packing.batch import HostFacts, PackedBatch
-from packgraph.packing.build import fill
+from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import CapacitySet
 from packgraph.packing.document import Document
 from packgraph.packing.fit import OpenPack
@@ -21,10 +20,9 @@ Tag = TypeVar("Tag")
 def build_pack(documents: list[Document], pack: OpenPack, capacities: CapacitySet, report: PackReport) -> PackedBatch:
     """The batch of `documents`, whose totals stand in `pack`, in the smallest capacity that holds them; counted."""
     capacity = pack.capacity(capacities)
-    data, loss_tokens = fill(documents, capacity)
-    lengths = tuple(len(document) for document in documents)
-    report.count_pack(len(documents), sum(lengths), capacity.tokens)
-    return PackedBatch(data, capacity, HostFacts(lengths, loss_tokens))
+    batch = PackedBatch.of_documents(documents, capacity)
+    report.count_pack(batch.num_documents, batch.num_tokens, capacity.tokens)
+    return batch
 
 
 class Window(Generic[Tag]):

@@ -4,7 +4,8 @@
                             two small all-reduces [C, 1] and [C, 2] -> the same loss on all ranks
 
 As in `ops/loss.py` gradients are computed in the forward pass, chunk by chunk, and rows without a label contribute
-exactly zero. Each rank's gradient of `hidden` is its words' share; the shares are summed on the way out.
+exactly zero, while tokens and labels that are no word of the vocabulary make NaN on all ranks. Each rank's gradient of
+`hidden` is its words' share; the shares are summed on the way out.
 """
 from typing import Any
 
@@ -15,24 +16,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from packgraph.ops.loss import IGNORED, linear_cross_entropy, rows_per_chunk, scaled
+from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
 
 
 def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:
-    """Rows of `weight` [V, H] for tokens int64 [T], zero where padding bool [T]: [T, H].
+    """Rows of `weight` [V, H] for tokens int64 [T], zero where padding bool [T], else NaN for a token outside [0, V):
+    [T, H].
 
     weight: a plain tensor, or a DTensor with its rows split over ranks; then with split_rows each rank gets its part
     [T / ranks, H] of the rows of the result, else all ranks get all. Raises ValueError for another split.
     """
     if not isinstance(weight, DTensor):
-        return F.embedding(tokens, weight).masked_fill(padding[:, None], 0.0)
+        legal = is_word(tokens, weight.shape[0])
+        # On CUDA an index outside the matrix would end the process.
+        found = F.embedding(tokens.masked_fill(~legal, 0), weight)
+        return torch.where((legal & ~padding)[:, None], found, _filling(legal, padding, found.dtype))
     local, first_word = _own_words(weight), _first_word(weight)
     theirs = (tokens < first_word) | (tokens >= first_word + local.shape[0])
     found = F.embedding((tokens - first_word).masked_fill(theirs, 0), local)
-    share = found.masked_fill((theirs | padding)[:, None], 0.0)
+    share = torch.where((theirs | padding)[:, None],
+                        _filling(is_word(tokens, weight.shape[0]), padding, found.dtype), found)
     mesh = weight.device_mesh
     summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
     return summed.redistribute(mesh, [Shard(0) if split_rows else Replicate()]).to_local()
+
+
+def _filling(legal: Tensor, padding: Tensor, dtype: torch.dtype) -> Tensor:
+    """What stands in rows that no word fills: [T, 1], NaN for an illegal token, 0 otherwise."""
+    return torch.where(legal | padding, 0.0, torch.nan).to(dtype)[:, None]
 
 
 def head_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
@@ -52,7 +63,7 @@ def head_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: in
         whole, own = whole.to(dtype), own.to(dtype)
     wanted = torch.is_grad_enabled() and whole.requires_grad, torch.is_grad_enabled() and own.requires_grad
     return _SplitCrossEntropy.apply(whole, own, labels, chunk or rows_per_chunk(own.shape[0]), _first_word(weight),
-                                    mesh.get_group(), *wanted)
+                                    weight.shape[0], mesh.get_group(), *wanted)
 
 
 def _own_words(weight: DTensor) -> Tensor:
@@ -72,7 +83,7 @@ def _first_word(weight: DTensor) -> int:
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, first_word: int,
-                group: dist.ProcessGroup, want_hidden: bool, want_weight: bool) -> Tensor:
+                words: int, group: dist.ProcessGroup, want_hidden: bool, want_weight: bool) -> Tensor:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight: Tensor | None = None
@@ -82,7 +93,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
             chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
             logits = (chunk_hidden @ weight.t()).float()
             word = labels[part, None] - first_word
-            losses[part], grad_logits = _chunk(logits, word, counted, group)
+            illegal = torch.where(is_word(labels[part, None], words), 0.0, torch.nan)
+            losses[part], grad_logits = _chunk(logits, word, counted, illegal, group)
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ weight
@@ -96,13 +108,15 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return scaled(grad_hidden, grad), scaled(grad_weight, grad), None, None, None, None, None, None
+        return scaled(grad_hidden, grad), scaled(grad_weight, grad), None, None, None, None, None, None, None
 
 
-def _chunk(logits: Tensor, word: Tensor, counted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _chunk(logits: Tensor, word: Tensor, counted: Tensor, illegal: Tensor, group: dist.ProcessGroup
+           ) -> tuple[Tensor, Tensor]:
     """Losses [C] and the gradient of this rank's logits [C, V/tp], written over them.
 
-    word: [C, 1], the target as an index into this rank's words where it is one of them.
+    word: [C, 1], the target as an index into this rank's words where it is one of them. illegal: [C, 1], NaN where the
+    label is no rank's word, else 0.
     """
     highest = logits.amax(-1, keepdim=True)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
@@ -113,8 +127,9 @@ def _chunk(logits: Tensor, word: Tensor, counted: Tensor, group: dist.ProcessGro
     exponentials = logits.exp_()
     sums = torch.cat((exponentials.sum(-1, keepdim=True), target_logit), dim=1)
     dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-    target_log_probability = sums[:, 1:] - sums[:, :1].log()
-    probabilities = exponentials.div_(sums[:, :1])
+    total = sums[:, :1] + illegal
+    target_log_probability = sums[:, 1:] - total.log()
+    probabilities = exponentials.div_(total)
     # p - 1 without cancellation, where the target is one of ours
     at_target = torch.where(ours, torch.expm1(target_log_probability), probabilities.gather(1, index))
     gradient = probabilities.scatter_(1, index, at_target).masked_fill_(~counted, 0.0)

@@ -26,6 +26,7 @@ from packgraph.plan.buckets.request import BucketRequest
 from packgraph.plan.pipeline.slots import slot_counts
 from packgraph.train.config import ConfigError, read_config
 from packgraph.train.context_rows import places_multiple
+from packgraph.train.data.errors import BadDocumentError
 from packgraph.train.data.source import DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
@@ -59,7 +60,13 @@ def read_lengths(config: TrainConfig, documents: DocumentSource, tokenizer: Toke
     found: list[int] = []
     multiple = places_multiple(config)
     for index in order:
-        found += [places(len(whole), multiple) for whole in tokenizer.encode(documents[int(index)]) if whole.predicts]
+        try:
+            encoded = tokenizer.encode(documents[int(index)])
+        except BadDocumentError:
+            if config.data.on_bad == "stop":
+                raise
+            continue
+        found += [places(len(whole), multiple) for whole in encoded if whole.predicts]
     planned = [length for number, length in enumerate(found) if (number + 1) % HELD_OUT]
     return Lengths(tuple(planned), tuple(found[HELD_OUT - 1 :: HELD_OUT]), len(order), len(documents))
 

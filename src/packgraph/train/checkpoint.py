@@ -15,6 +15,7 @@ computed after it, as metrics.jsonl is cut there, too. So its next save removes 
 that are left are of one history, and the highest step is the newest, also when `latest` is lost.
 """
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Collection, Mapping
@@ -29,6 +30,7 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import from_all, on_first
 from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
 from packgraph.train.checkpoint_state import METADATA, STATE, check_files, describe, read_state, step_of
+from packgraph.train.config_values import shown
 from packgraph.train.run_files import sync_folder, write_synced
 
 LATEST = "latest"
@@ -162,7 +164,7 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], optional: str | tupl
     for name in everyones.keys() & stored.keys():
         kind, needed = (stored[name].properties.dtype, tuple(stored[name].size)), everyones[name]
         if kind != needed:
-            problems.append(f"{name} is {kind[0]} {list(kind[1])}, this run needs {needed[0]} {list(needed[1])}")
+            problems.append(f"{name} is {kind[0]} {shown(list(kind[1]))}, this run needs {needed[0]} {list(needed[1])}")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(f"{path}: does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)
@@ -170,7 +172,11 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor], optional: str | tupl
         with _single_process_is_meant():
             distributed_checkpoint.load(dict(tensors), storage_reader=SafeReader(path))
     except CheckpointException as error:
-        raise CheckpointError(f"{path}: damaged: {_shown(_first_failure(error))}") from error
+        failure = _first_failure(error)
+        # torch would advise to load what it has refused.
+        what = "a shard holds something else than tensors" if isinstance(failure, pickle.UnpicklingError) \
+            else _shown(failure)
+        raise CheckpointError(f"{path}: damaged: {what}") from error
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:

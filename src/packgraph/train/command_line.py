@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from packgraph.train.config import Layer, known_paths
+from packgraph.train.config import ConfigError, Layer, known_paths
 from packgraph.train.config_values import (
     FALSE_WORDS,
     TRUE_WORDS,
@@ -20,10 +20,12 @@ from packgraph.train.config_values import (
     is_section,
     render,
     resolved_types,
+    shown,
 )
 from packgraph.train.options import field_help
 
 WHERE = "command line"
+DEEPEST = 8  # dots in an option; no section lies so deep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,8 @@ def split_overrides(arguments: Sequence[str], base: Any, own_options: Collection
                 rest.append(waiting.pop(0))
             continue
         path = name[2:].replace("-", "_")
+        if path.count(".") > DEEPEST:
+            raise ConfigError([f"{shown(name)}: unknown key; the deepest are like --model.latent.scaling.factor"])
         if path.startswith("no_") and path[3:] in known and known[path[3:]].kind is bool:
             _put(values, path[3:], "false")
             continue

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from packgraph.train.config_values import ValueProblem, convert, is_section, plain, resolved_types
+from packgraph.train.config_values import (
+    SHOWN,
+    ValueProblem,
+    convert,
+    is_section,
+    path_problem,
+    plain,
+    resolved_types,
+    shown,
+)
 from packgraph.train.run_files import CHECKSUM, parse_json
 
 T = TypeVar("T")
@@ -41,6 +50,7 @@ class Layer:
     text: bool = False
 
     def place(self, path: str) -> str:
+        path = path if len(path) <= SHOWN else path[:SHOWN] + "…"
         return f"--{path.replace('_', '-')}" if self.text else f"{self.where}: {path}"
 
 
@@ -165,14 +175,22 @@ def load_file(path: Path) -> Layer:
     The checksum of a run's config.json is left out: a copy of it may be edited.
     """
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError([f"{path}: a config file ends in .toml or .json"])
+        raise ConfigError([f"{shown(str(path))}: a config file ends in .toml or .json"])
+    kind = path.suffix[1:].upper()
+    problem = path_problem(str(path))
+    if problem is None and path.exists() and not path.is_file():  # a pipe would be waited for
+        problem = "it is no file"
+    if problem is not None:
+        raise ConfigError([f"{shown(str(path))}: cannot be read: {problem}"])
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{path}: not valid {kind}: nested too deeply"]) from error
     except ValueError as error:  # TOMLDecodeError, JSONDecodeError, UnicodeDecodeError, nested too deeply
-        raise ConfigError([f"{path}: not valid {path.suffix[1:].upper()}: {error}"]) from error
+        raise ConfigError([f"{path}: not valid {kind}: {error}"]) from error
     if not isinstance(values, dict):
         raise ConfigError([f"{path}: the top level must be an object with the sections of the configuration"])
     return Layer(str(path), {key: value for key, value in values.items() if key != CHECKSUM})

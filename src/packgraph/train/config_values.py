@@ -6,7 +6,9 @@ nothing is guessed; `3.5` is no int, `1` is no bool, and a problem says what was
 """
 import dataclasses
 import math
+import os
 import types
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,10 +17,48 @@ from packgraph.packing.capacity import Capacity
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
 NONE_WORDS = ("none", "off", "null")
+SHOWN = 80  # characters of a wrong value that a problem quotes
+LIMIT = 2**63  # whole numbers are below it: seeds and counts are 64-bit integers of torch and NumPy
+LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes; a path leaves room for the names below it (PATH_MAX is 4,096)
 
 
 class ValueProblem(ValueError):
     """A value that does not fit its type; the message says what was expected and what was found."""
+
+
+def shown(value: Any) -> str:
+    """`value` as a problem quotes it: all of it if it is short."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; lists within lists
+        text = f"a {type(value).__name__} too large to be shown"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)"
+
+
+def printable(text: str) -> str:
+    """`text` without what would steer a terminal or cannot be encoded: such letters as Python escapes them."""
+    return "".join(letter if letter == "\n" or text_problem(letter) is None
+                   else letter.encode("unicode_escape", "surrogatepass").decode() for letter in text)
+
+
+def text_problem(text: str) -> str | None:
+    """Why `text` is no name, path or word that can be written to files and terminals; None if it is one."""
+    for place, letter in enumerate(text):
+        if unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"):
+            what = "is not valid Unicode" if unicodedata.category(letter) == "Cs" else "is a control character"
+            return f"{letter!r} at character {place} {what}"
+    return None
+
+
+def path_problem(path: str) -> str | None:
+    """Why no file or folder can have this path; None if one can."""
+    problem = text_problem(path)
+    if problem is None and len(os.fsencode(path)) > LONGEST_PATH:
+        problem = f"it has {len(os.fsencode(path)):,} bytes, more than the {LONGEST_PATH:,} that a path may have here"
+    longest = max(path.split("/"), key=len) if problem is None else ""
+    if len(os.fsencode(longest)) > LONGEST_NAME:
+        problem = f"a name in it has {len(os.fsencode(longest)):,} bytes, more than the {LONGEST_NAME} of a file system"
+    return problem
 
 
 def resolved_types(section: type) -> dict[str, Any]:
@@ -48,8 +88,11 @@ def convert(value: Any, expected: Any, *, from_text: bool) -> Any:
     if expected in (int, float):
         return _convert_number(value, expected, from_text)
     if expected is str and isinstance(value, str):
+        problem = text_problem(value)
+        if problem is not None:
+            raise ValueProblem(f"expected text, got {shown(value)}: {problem}")
         return value
-    raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
+    raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
 
 
 def _convert_union(value: Any, expected: Any, from_text: bool) -> Any:
@@ -75,7 +118,7 @@ def _convert_literal(value: Any, expected: Any, from_text: bool) -> Any:
     for choice in get_args(expected):
         if (str(choice) == value) if from_text else (choice == value and type(choice) is type(value)):
             return choice
-    raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
+    raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
 
 
 def _convert_tuple(value: Any, expected: Any, from_text: bool) -> tuple[Any, ...]:
@@ -86,13 +129,13 @@ def _convert_tuple(value: Any, expected: Any, from_text: bool) -> tuple[Any, ...
     elif isinstance(value, (list, tuple)):
         items = value
     else:
-        raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
+        raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         wanted: Sequence[Any] = [arguments[0]] * len(items)
     else:
         wanted = arguments
     if len(items) != len(wanted):
-        raise ValueProblem(f"expected {len(wanted)} values, got {len(items)}: {value!r}")
+        raise ValueProblem(f"expected {len(wanted)} values, got {len(items)}: {shown(value)}")
     return tuple(convert(item, kind, from_text=from_text) for item, kind in zip(items, wanted))
 
 
@@ -108,9 +151,9 @@ def _convert_capacity(value: Any) -> Capacity:
             return Capacity(**value)
     except (ValueError, TypeError) as error:
         if isinstance(value, str) and not all(part.isdigit() for part in value.lower().split("x")):
-            raise ValueProblem(f"expected {describe(Capacity)}, got {value!r}") from error
-        raise ValueProblem(f"not a capacity: {value!r}: {error}") from error
-    raise ValueProblem(f"expected {describe(Capacity)}, got {value!r}")
+            raise ValueProblem(f"expected {describe(Capacity)}, got {shown(value)}") from error
+        raise ValueProblem(f"not a capacity: {shown(value)}: {error}") from error
+    raise ValueProblem(f"expected {describe(Capacity)}, got {shown(value)}")
 
 
 def _convert_bool(value: Any, from_text: bool) -> bool:
@@ -121,7 +164,7 @@ def _convert_bool(value: Any, from_text: bool) -> bool:
             return True
         if value.lower() in FALSE_WORDS:
             return False
-    raise ValueProblem(f"expected true or false, got {value!r}")
+    raise ValueProblem(f"expected true or false, got {shown(value)}")
 
 
 def _convert_number(value: Any, expected: type, from_text: bool) -> int | float:
@@ -129,12 +172,14 @@ def _convert_number(value: Any, expected: type, from_text: bool) -> int | float:
         try:
             value = int(value.replace("_", "")) if expected is int else float(value)
         except ValueError:
-            raise ValueProblem(f"expected {describe(expected)}, got {value!r}") from None
+            raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}") from None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or (expected is int and not isinstance(value, int)):
-        raise ValueProblem(f"expected {describe(expected)}, got {value!r}")
+        raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
+    if isinstance(value, int) and abs(value) >= LIMIT:
+        raise ValueProblem(f"expected a whole number below 2^63, got {shown(value)}")
     if not math.isfinite(value):
-        raise ValueProblem(f"expected a finite number, got {value!r}")
+        raise ValueProblem(f"expected a finite number, got {shown(value)}")
     return expected(value)
 
 
@@ -150,7 +195,7 @@ def describe(expected: Any) -> str:
         if arguments[-1] is Ellipsis:
             return f"{describe(arguments[0])}, ..."
         return ", ".join(describe(part) for part in arguments)
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text",
+    words = {type(None): "none", bool: "true or false", int: "a whole number", float: "a number", str: "text",
              Capacity: "TOKENSxDOCUMENTS[xLONGEST]"}
     return words.get(expected, str(expected))
 

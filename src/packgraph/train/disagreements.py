@@ -11,6 +11,8 @@ from packgraph.train.offloading import offload_problems
 from packgraph.train.options import TrainConfig
 from packgraph.train.stage_tokens import stage_tokens
 
+FEWEST_TOKENS = 2  # of a document with a token to predict
+
 
 def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None = None, world: int = 1) -> list[str]:
     """All reasons why the sections of `config` do not fit together on a device of `device_type` (`cpu` or `cuda`).
@@ -38,6 +40,15 @@ def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None 
     attention = config.model.attention_backend
     problems[f"model.attention_backend = {attention} needs a CUDA device and run.dtype = bfloat16; use auto, or sdpa"] \
         = (attention in ("flash", "varlen") and (device_type, config.run.dtype) != ("cuda", "bfloat16"))
+    bare = ", ".join(f"{capacity.tokens}x{capacity.documents}" for capacity in _known_capacities(config)
+                     if capacity.bound < FEWEST_TOKENS)
+    problems |= {
+        f"graph.capacities: no label can remain in {bare}, since a document's first token is never predicted; "
+        f"give documents room for {FEWEST_TOKENS} tokens": bool(bare),
+        f"buckets.max_tokens = {config.buckets.max_tokens} leaves no label, since a document's first token is never "
+        f"predicted; it must be at least {FEWEST_TOKENS}":
+            config.graph.capacities == "auto" and config.buckets.max_tokens < FEWEST_TOKENS,
+    }
     if vocabulary is not None:
         size = config.model.vocab_size
         problems[f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"] = (

@@ -13,6 +13,7 @@ FIRST = {
     "dropped": "a document longer than every capacity was dropped (data.overlong = drop)",
     "empty": "an empty document was left out",
     "unlabelled": "a document without a token to predict was left out",
+    "bad": "a bad document was left out (data.on_bad = skip)",
 }
 
 
@@ -29,19 +30,24 @@ class LeftOut:
         for kind, text in FIRST.items():
             if counts[kind] and kind not in self._said:
                 self._said.add(kind)
-                self._view.note(f"data: {text}; summary.json counts them")
+                which = f": {counts['first_bad'][0]}" if kind == "bad" else ""
+                self._view.note(f"data: {text}{which}; summary.json counts them")
 
-    def counts(self) -> dict[str, int]:
-        """packed: documents in packs, pieces count one by one; and the documents of each kind of FIRST."""
+    def counts(self) -> dict[str, Any]:
+        """packed: documents in packs, pieces count one by one; the documents of each kind of FIRST; and, if
+        there are bad ones, what is wrong with the first of them."""
+        bad = self._microbatches.bad
         report = self._microbatches.report
         return {"packed": report.documents, "split": report.split_documents, "dropped": report.dropped_documents,
                 "dropped_tokens": report.dropped_tokens, "empty": self._microbatches.empty_documents,
-                "unlabelled": self._microbatches.unlabelled_documents}
+                "unlabelled": self._microbatches.unlabelled_documents, "bad": bad.count,
+                **({"first_bad": bad.first} if bad.count else {})}
 
 
 def left_out_line(documents: Mapping[str, Any]) -> str:
     """One line on the counts of a summary; empty when every document was packed whole."""
     words = {"split": "split", "dropped": f"dropped ({documents.get('dropped_tokens', 0):,} tokens)",
-             "empty": "empty", "unlabelled": "without a token to predict"}
+             "empty": "empty", "unlabelled": "without a token to predict",
+             "bad": f"bad (the first: {'; '.join(documents.get('first_bad', ()))})"}
     found = [f"{documents[kind]:,} {text}" for kind, text in words.items() if documents.get(kind)]
     return f"documents: {documents.get('packed', 0):,} packed, {', '.join(found)}" if found else ""

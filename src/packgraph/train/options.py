@@ -14,6 +14,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.plan.memory.budget import budget_bytes
 from packgraph.train.bucket_options import BucketConfig
+from packgraph.train.config_values import path_problem, shown
 from packgraph.train.data.config import DataConfig
 from packgraph.train.offload_options import OffloadConfig
 
@@ -250,11 +251,18 @@ class RunConfig:
     def __post_init__(self) -> None:
         counts = ("steps", "tokens_per_step", "log_every", "checkpoint_every", "keep_checkpoints")
         problems = {f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1 for name in counts}
-        problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = (self.max_minutes or 1) <= 0
-        bad_name = self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name)
-        problems[f"name must be the name of one folder, got {self.name!r}"] = bad_name
-        bad_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None
-        problems[f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"] = bad_device
+        problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = \
+            self.max_minutes is not None and self.max_minutes <= 0
+        bad_name = self.name is not None and (
+            self.name.strip() in ("", ".", "..") or "/" in self.name or "\\" in self.name)
+        problems[f"name must be the name of one folder, got {shown(self.name)}"] = bad_name
+        problems["folder must name the folder that is to hold all runs; . is the current one"] = not self.folder
+        whole = f"{self.folder}/{self.name or ''}"
+        for name, path in {"folder and name": whole, "init_from": self.init_from or ""}.items():
+            problem = path_problem(path)
+            problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = problem is not None
+        bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
+        problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
 
 

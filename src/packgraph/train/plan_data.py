@@ -11,6 +11,7 @@ from packgraph.plan.buckets.request import BucketRequest
 from packgraph.plan.drawing.buckets import describe_plan, plan_values
 from packgraph.train.auto_capacities import Lengths, bucket_request, plan_capacities, read_lengths
 from packgraph.train.config import ConfigError
+from packgraph.train.config_values import path_problem, shown
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.options import TrainConfig
 from packgraph.train.plan_context import options_help
@@ -77,6 +78,9 @@ def as_run_options(words: Sequence[str]) -> list[str]:
         named = [next(iter(PRESETS))]
     if data == "stdlib":
         return [*named, "--data.source", "stdlib", *others]
+    problem = path_problem(data)
+    if problem is not None:
+        raise ConfigError([f"{shown(data)} cannot be the path of data: {problem}"])
     path = Path(data).expanduser()
     if not path.exists():
         raise ConfigError([f"{data}: no such file or folder, and no preset ({', '.join(PRESETS)})"])

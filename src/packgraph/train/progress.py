@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from packgraph.train.config_values import printable
+
 
 def describe_row(row: Mapping[str, Any]) -> str:
     """The figures of one step in words; `row` as written to metrics.jsonl."""
@@ -39,7 +41,7 @@ class ProgressView:
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar."""
-        self.console.print(text, soft_wrap=True, markup=False)
+        self.console.print(printable(text), soft_wrap=True, markup=False)
 
     def show(self, row: Mapping[str, Any]) -> None:
         """The figures of one finished step."""

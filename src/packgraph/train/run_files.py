@@ -93,6 +93,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
     An object without a checksum, as versions before wrote it, is taken as it is.
     """
+    if not path.is_file():  # a pipe would be waited for
+        return {}
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         whole = isinstance(content, dict) and content.get(CHECKSUM, checksum(content)) == checksum(content)

@@ -41,8 +41,9 @@ FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_
                   "parallel.sequence")
 
 DECAY = "optimizer.decay_steps"
-# What may be changed on the way by saying so: a loss that is no number asks for it.
-CHANGED_WHEN_ASKED = ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.min_learning_rate_fraction", DECAY)
+# What may be changed on the way by saying so: a loss that is no number asks for it, or a document that is bad.
+CHANGED_WHEN_ASKED = ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.min_learning_rate_fraction",
+                      "data.on_bad", DECAY)
 
 
 def choose_folder(config: TrainConfig) -> Path:
@@ -133,6 +134,8 @@ def take_folder(folder: Path, config: TrainConfig, held: ExitStack) -> Path:
 
 def is_running(folder: Path) -> bool:
     """Whether a process holds `folder` by `claimed`."""
+    if not (folder / CLAIM).is_file():  # a pipe would be waited for
+        return False
     try:
         with (folder / CLAIM).open("rb") as stream:
             # Shared: several processes of one launch may ask at the same time.
@@ -152,6 +155,8 @@ def claimed(folder: Path) -> Iterator[None]:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / CLAIM).exists() and not (folder / CLAIM).is_file():
+            raise ConfigError([f"{folder / CLAIM}: this is no file, and a run is claimed by it; remove it"])
         stream = (folder / CLAIM).open("ab")
     with stream:
         try:

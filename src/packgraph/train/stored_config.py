@@ -64,6 +64,8 @@ def config_layer(path: Path, resume: bool) -> Layer:
 
 
 def _has_checksum(path: Path) -> bool:
+    if not path.is_file():
+        return False
     try:
         content: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -52,6 +52,7 @@ from packgraph.train.step import count_loss_tokens, take_step
 from packgraph.train.stored_config import CHECKPOINTS, CONFIG
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
+COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
 
@@ -102,8 +103,7 @@ class Trainer:
         self._fetch = LateFetch(device)
         self._last_end = 0.0
         self._saved_at = 0
-        self._position: dict[str, Any] = {}
-        self._steps_since = 0
+        self._position: dict[str, Any] = {}  # of the data, where the last whole step ended
         self._others_stopped = False
         self._left_out = LeftOut(microbatches, view)
         self._graphs_before: dict[str, Any] = {}
@@ -149,6 +149,10 @@ class Trainer:
         found = newest_whole_checkpoint(self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs"))
         if found is None:
             raise CheckpointError(f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from")
+        wrong = [name for name in ("data", "graphs", "experts") if not isinstance(found.state.get(name, {}), dict)]
+        if wrong or not found.state["graphs"].keys() >= COUNTS:
+            raise CheckpointError(f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
+                                  "positions; go on from another checkpoint")
         if found.state["random_device"] != self.device.type:
             raise CheckpointError(f"{found.path}: written on {found.state['random_device']}, this is {self.device.type}"
                                   "; a run goes on bitwise only on the same kind of device (run.device)")
@@ -174,8 +178,7 @@ class Trainer:
             self.view.note("TensorBoard events are left out: tensorboard is not installed (pip install tensorboard)")
         ended = COMPLETED
         try:
-            self._mark_position()
-            self._last_end = time.perf_counter()
+            self._saved_at, self._last_end = self.step, time.perf_counter()
             while self.step < self.config.run.steps and not self._must_stop(stop):
                 if not self._one_step(stop):
                     ended = DATA_ENDED
@@ -185,8 +188,7 @@ class Trainer:
                     self._save(log)
             self._save(log)
         except DataError:
-            self._return_to_last_step()
-            self._save(log)
+            self._save(log, self._position)  # the data are in the middle of a step that will not be
             raise
         finally:
             log.close()
@@ -226,6 +228,7 @@ class Trainer:
     def _one_step(self, stop: StopRequest) -> bool:
         """Launch one optimizer step; False when the data ended."""
         rows_timed = self._time_rows()
+        self._position = self.microbatches.state_dict()
         batches = take_step(self.microbatches, self.config.run.tokens_per_step)
         if not batches:
             return False
@@ -245,7 +248,6 @@ class Trainer:
             tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
             replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
             starting=captured or timed or rows_timed or self.step == self._resumed_at + 1)
-        self._steps_since += 1
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.blocked(loss), stop))
         return True
 
@@ -262,7 +264,6 @@ class Trainer:
             found = measured_cost(steps.request, self.config.model.vocab_size, timed)
         if found.cost is not None:
             steps.plan_by(found.cost)
-        self._position, self._steps_since = steps.state_dict(), 0  # steps before this one had other plans
         self.view.note(found.note)
         return True
 
@@ -310,8 +311,11 @@ class Trainer:
         for again, (loss, norm, blocked) in zip(records, made, strict=True):
             self._fetch.push(replace(again, starting=True), self._numbers(loss, norm, blocked, self._others_stopped))
 
-    def _save(self, log: MetricsLog | RowsOnly) -> None:
-        """Checkpoint the current step once, after all its numbers and all weights were found finite."""
+    def _save(self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None) -> None:
+        """Checkpoint the current step once, after all its numbers and all weights were found finite.
+
+        position: of the data after this step, None for where they are now.
+        """
         self._report(log, leave=0)
         if self._saved_at == self.step:
             return
@@ -323,24 +327,14 @@ class Trainer:
             raise NonFiniteLossError(self._not_finite(self.step, "a weight is not finite"))
         stream = self._stream()
         tensors = self.tensors() | {f"{stream}.{name}": value for name, value in random_states(self.device).items()}
-        self._mark_position()
-        state = {"data": self._position, "random_device": self.device.type,
+        self._saved_at = self.step
+        state = {"data": position or self.microbatches.state_dict(), "random_device": self.device.type,
                  "random_streams": all_streams(self.mesh, sequence=self._splits_rows), "graphs": self._graphs(),
                  "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
                  "config": self._stored_config()}
         log.sync()
         save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
                         self.mesh)
-
-    def _mark_position(self) -> None:
-        """Note that the current step is saved and where the data are."""
-        self._saved_at, self._position, self._steps_since = self.step, self.microbatches.state_dict(), 0
-
-    def _return_to_last_step(self) -> None:
-        """Put the data back to where the last whole step ended; taking the packs of the next one has failed."""
-        self.microbatches.load_state_dict(self._position)
-        for _ in range(self._steps_since):
-            take_step(self.microbatches, self.config.run.tokens_per_step)
 
     def _not_finite(self, step: int, what: str) -> str:
         kept = latest_checkpoint(self.folder / CHECKPOINTS)

@@ -19,6 +19,7 @@ from packgraph.models.hf_config import config_from_json, shape_values
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.config import ConfigError, Layer, read_config
+from packgraph.train.config_values import path_problem, shown
 from packgraph.train.options import TrainConfig
 from packgraph.train.presets import preset
 from packgraph.train.run_files import writing
@@ -68,6 +69,12 @@ def export(run: Path, folder: Path) -> Path:
     A tokenizer.json that the run was trained with is copied. Returns the checkpoint's folder. Raises ConfigError,
     CheckpointError, WeightsError and RunFileError.
     """
+    problems = [f"{shown(str(path))} cannot be the path of a folder: {problem}" for path in (run, folder)
+                if (problem := path_problem(str(path))) is not None]
+    if problems:
+        raise ConfigError(problems)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([f"{folder}: this is no folder; the weights cannot go there, name a new one"])
     config = _config_of(run)
     checkpoint = latest_checkpoint(run / CHECKPOINTS)
     if checkpoint is None:

@@ -84,10 +84,10 @@ def _spread(peers, row_of_pair, total, values, weights, tokens, rows, width, sta
     found = tl.load(source + token * width + column, mask=inside & wanted, other=0.0)
     for choice in tl.static_range(PLACES):
         to = tl.load(row_of_pair + pair + choice, mask=there, other=-1)
-        tl.store(values + tl.maximum(to, 0).to(tl.int64) * width + column, found, mask=inside & (to >= 0))
+        tl.store(values + tl.maximum(to, 0).to(tl.int64) * width + column, found, mask=inside & (to >= 0) & (to < rows))
     if WEIGHTED:
         of_pair = (base + start).to(tl.pointer_type(tl.float32)) + token * PLACES + place
-        live = (row >= 0) & first_tile
+        live = (row >= 0) & (row < rows) & first_tile
         tl.store(weights + tl.maximum(row, 0), tl.load(of_pair, mask=live, other=0.0), mask=live)
 
 

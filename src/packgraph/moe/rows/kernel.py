@@ -5,7 +5,8 @@ Planning sorts nothing. Pairs are cut into blocks, and a pair's row is the sum o
     pairs of smaller experts  +  pairs of its expert in earlier blocks  +  those before it in its own block
           sum over totals                scan over blocks (_scan)              comparing all with all (_assign)
 
-Moves copy tiles of a few rows by a few hundred columns, with 64-bit offsets; empty rows are written and not read.
+Moves copy tiles of a few rows by a few hundred columns, with 64-bit offsets; empty rows are written and not read. What
+is no expert is routed nowhere, and a number outside a map's range counts as none: no address follows from data alone.
 Nothing is atomic, no choice of tiles is left to a search: the first call of a shape compiles, later ones (captures
 among them) launch. One warning for who changes tiles: sums over places go in their order, one place after another.
 """
@@ -22,11 +23,17 @@ PICKED = 1024
 
 
 @triton.jit
+def _known(expert, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32, -1 for what is no expert; 64-bit numbers are compared before they are cut."""
+    return tl.where((expert >= 0) & (expert < COUNT), expert, -1).to(tl.int32)
+
+
+@triton.jit
 def _count(experts, counts, pairs, blocks, COUNT: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """counts [E, blocks]: pairs of each expert in this block."""
     block = tl.program_id(0)
     pair = block * PAIRS + tl.arange(0, PAIRS)
-    chosen = tl.load(experts + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    chosen = _known(tl.load(experts + pair, mask=pair < pairs, other=-1), COUNT)
     for first in range(0, COUNT, EXPERTS):
         expert = first + tl.arange(0, EXPERTS)
         found = tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
@@ -54,7 +61,7 @@ def _assign(experts, counts, totals, pair_of_row, row_of_pair, offsets, needed, 
     block = tl.program_id(0)
     place = tl.arange(0, PAIRS)
     pair = block * PAIRS + place
-    chosen = tl.load(experts + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    chosen = _known(tl.load(experts + pair, mask=pair < pairs, other=-1), COUNT)
     row = tl.zeros([PAIRS], tl.int32)
     before = 0
     for first in range(0, COUNT, EXPERTS):
@@ -72,7 +79,7 @@ def _assign(experts, counts, totals, pair_of_row, row_of_pair, offsets, needed, 
         tl.store(needed, before)
     same = (chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])
     row += tl.sum(same.to(tl.int32), 1)
-    live = (chosen >= 0) & (chosen < COUNT) & (row < rows)
+    live = (chosen >= 0) & (row < rows)
     tl.store(row_of_pair + pair, tl.where(live, row, -1), mask=pair < pairs)
     tl.store(pair_of_row + row, pair, mask=live)
     # The same numbers, as rows: those that no pair takes are empty.
@@ -101,7 +108,7 @@ def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, 
 
 
 @triton.jit
-def _gather(x, pair_of_row, out, rows, width, stride, PLACES: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
+def _gather(x, pair_of_row, out, tokens, rows, width, stride, PLACES: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
             COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -109,7 +116,7 @@ def _gather(x, pair_of_row, out, rows, width, stride, PLACES: tl.constexpr, ROWS
     token = tl.maximum(pair, 0) // PLACES
     here = x + token.to(tl.int64)[:, None] * stride + column[None, :]
     inside = (column < width)[None, :]
-    taken = tl.load(here, mask=(pair >= 0)[:, None] & inside, other=0.0)
+    taken = tl.load(here, mask=((pair >= 0) & (token < tokens))[:, None] & inside, other=0.0)
     tl.store(out + row.to(tl.int64)[:, None] * width + column[None, :], taken, mask=(row < rows)[:, None] & inside)
 
 
@@ -120,12 +127,12 @@ def gather(x: Tensor, pair_of_row: Tensor, places: int) -> Tensor:
     out = x.new_empty(rows, width)
     columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
     _gather[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, columns))](
-        x, pair_of_row, out, rows, width, x.stride(0), PLACES=places, ROWS=TILE_ROWS, COLUMNS=columns)
+        x, pair_of_row, out, x.shape[0], rows, width, x.stride(0), PLACES=places, ROWS=TILE_ROWS, COLUMNS=columns)
     return out
 
 
 @triton.jit
-def _combine(y, row_of_pair, out, tokens, width, stride, PLACES: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
+def _combine(y, row_of_pair, out, tokens, rows, width, stride, PLACES: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
              COLUMNS: tl.constexpr):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -134,7 +141,7 @@ def _combine(y, row_of_pair, out, tokens, width, stride, PLACES: tl.constexpr, R
     for place in tl.static_range(PLACES):
         row = tl.load(row_of_pair + token.to(tl.int64) * PLACES + place, mask=token < tokens, other=-1)
         here = y + tl.maximum(row, 0).to(tl.int64)[:, None] * stride + column[None, :]
-        total += tl.load(here, mask=(row >= 0)[:, None] & inside, other=0.0).to(tl.float32)
+        total += tl.load(here, mask=((row >= 0) & (row < rows))[:, None] & inside, other=0.0).to(tl.float32)
     tl.store(out + token.to(tl.int64)[:, None] * width + column[None, :], total,
              mask=(token < tokens)[:, None] & inside)
 
@@ -147,15 +154,16 @@ def combine(y: Tensor, row_of_pair: Tensor) -> Tensor:
     columns = min(TILE_COLUMNS // 2, triton.next_power_of_2(width))  # all places' tiles are in flight at once
     if tokens:
         _combine[(triton.cdiv(tokens, TILE_ROWS), triton.cdiv(width, columns))](
-            y, row_of_pair, out, tokens, width, y.stride(0), PLACES=places, ROWS=TILE_ROWS, COLUMNS=columns)
+            y, row_of_pair, out, tokens, y.shape[0], width, y.stride(0), PLACES=places, ROWS=TILE_ROWS, COLUMNS=columns)
     return out
 
 
 @triton.jit
-def _pick(values, index, out, size, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pick(values, index, out, count, size, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(index + place, mask=place < size, other=-1)
-    taken = tl.load(values + tl.maximum(source, 0).to(tl.int64) * stride, mask=source >= 0, other=0.0)
+    taken = tl.load(values + tl.maximum(source, 0).to(tl.int64) * stride, mask=(source >= 0) & (source < count),
+                    other=0.0)
     tl.store(out + place, taken, mask=place < size)
 
 
@@ -163,6 +171,7 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     """values[index], 0 where index is -1. values: [N]; index: int32 [M]."""
     index, out = index.contiguous(), values.new_empty(index.shape[0])
     if index.shape[0]:
-        _pick[(triton.cdiv(index.shape[0], PICKED),)](values, index, out, index.shape[0], values.stride(0),
+        _pick[(triton.cdiv(index.shape[0], PICKED),)](values, index, out, values.shape[0], index.shape[0],
+                                                      values.stride(0),
                                                       BLOCK=PICKED)
     return out

@@ -34,7 +34,8 @@ class RowPlan(NamedTuple):
 
 
 def plan_rows(experts: Tensor, num_experts: int, rows: int) -> RowPlan:
-    """experts: int [T, k], -1 = routed nowhere. rows: R, the static number of rows. No host sync.
+    """experts: int [T, k], -1 = routed nowhere, like any other number that is no expert. rows: R, the static number of
+    rows. No host sync.
 
     Raises ValueError for another shape or dtype of experts, and for counts that are not positive.
     """
@@ -72,7 +73,7 @@ def _plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor,
         return plan(experts, num_experts, rows)
     pairs = experts.numel()
     flat = experts.reshape(-1).long()
-    key = torch.where(flat < 0, num_experts, flat)
+    key = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
     counts = counts.scatter_add(0, key, torch.ones_like(key))[:num_experts]
     ends = counts.cumsum(0)

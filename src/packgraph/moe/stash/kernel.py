@@ -108,7 +108,7 @@ def _put(buffer, host, source, record, pages, WIDTH: tl.constexpr, STRIDE: tl.co
             far = (page - pages) * PAGE + at
             tl.store(host + far[:, None] * WIDTH + column[None, :], value, mask=inside & (page >= pages))
         near = page * PAGE + at
-        tl.store(buffer + near[:, None] * WIDTH + column[None, :], value, mask=inside & (page < pages))
+        tl.store(buffer + near[:, None] * WIDTH + column[None, :], value, mask=inside & (page >= 0) & (page < pages))
         tile += tl.num_programs(0)
 
 
@@ -126,7 +126,8 @@ def _take(state, buffer, host, out, record, pages, rows, WIDTH: tl.constexpr,  #
         wanted = (row < live)[:, None] & (column < WIDTH)[None, :]
         page = tl.load(record + _RECORD_HEADER + first // PAGE, mask=first < live, other=0)
         near = page * PAGE + first % PAGE + tl.arange(0, ROWS)
-        value = tl.load(buffer + near[:, None] * WIDTH + column[None, :], mask=wanted & (page < pages), other=0.0)
+        value = tl.load(buffer + near[:, None] * WIDTH + column[None, :], mask=wanted & (page >= 0) & (page < pages),
+                        other=0.0)
         if SPILLS:
             far = near - pages.to(tl.int64) * PAGE
             spilled = tl.load(host + far[:, None] * WIDTH + column[None, :], mask=wanted & (page >= pages), other=0.0)

@@ -2,6 +2,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from packgraph.train.config_values import path_problem, shown
+
 NEEDS_PATH = ("jsonl", "text", "parquet")
 
 
@@ -16,6 +18,8 @@ class DataConfig:
     text_column: name of the column that holds the text in jsonl and parquet.
     tokenizer: bytes = one token a byte, or the path of a tokenizer.json.
     overlong: documents longer than every capacity: error = stop, split = cut into pieces, drop = leave out.
+    on_bad: documents that cannot be read, or hold words that the tokenizer has not: stop = end the run at the first,
+        skip = leave them out and count them.
     window: documents that wait to be combined into packs; more means less padding.
     seed: seed of the order of documents.
     epochs: passes over the documents; none = repeat until the run has all its steps.
@@ -28,6 +32,7 @@ class DataConfig:
     text_column: str = "text"
     tokenizer: str = "bytes"
     overlong: Literal["error", "split", "drop"] = "error"
+    on_bad: Literal["stop", "skip"] = "stop"
     window: int = 256
     seed: int = 0
     epochs: int | None = None
@@ -47,5 +52,9 @@ class DataConfig:
         if self.source not in NEEDS_PATH and self.path:
             problems.append(f"path is set ({self.path}), but source = {self.source} reads none; set source to one of "
                             f"{', '.join(NEEDS_PATH)}")
+        for name, path in (("path", self.path or ""), ("tokenizer", self.tokenizer)):
+            problem = path_problem(path)
+            if problem:
+                problems.append(f"{name} cannot be the path of a file or folder, got {shown(path)}: {problem}")
         if problems:
             raise ValueError("; ".join(problems))

@@ -6,16 +6,17 @@ use; they are tokenized as one text, since tokens may span a turn's border, and 
 assistant's words.
 """
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from packgraph.packing.document import IGNORED, Document
-from packgraph.train.data.errors import DataError, MissingPackageError
+from packgraph.train.config_values import shown
+from packgraph.train.data.errors import BadDocumentError, DataError, MissingPackageError
 from packgraph.train.data.source import Message, SourceDocument
 from packgraph.train.data.tokenized_row import documents_of_row
+from packgraph.train.run_files import parse_json
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
@@ -44,10 +45,15 @@ class FileTokenizer:
             return [self._chat(document.messages, document.where)]
         if not document.text:
             return []
-        ids = self._tokenizer.encode(document.text).ids
+        with self._named(document.where):
+            ids = self._tokenizer.encode(document.text).ids
         if self._end is not None and ids[-1:] != [self._end]:
             ids = [*ids, self._end]
         return [Document(np.array(ids, dtype=np.int64))] if ids else []
+
+    def _named(self, where: str) -> "_NamedErrors":
+        """For tokenizing the document at `where`."""
+        return _NamedErrors(f"{where}: {self._name} cannot tokenize it", BadDocumentError)
 
     def _chat(self, messages: tuple[Message, ...], where: str) -> Document:
         for token in (TURN_START, TURN_END):
@@ -63,7 +69,8 @@ class FileTokenizer:
             if message.role == "assistant":
                 spans.append((start, len(text)))
             text += "\n"
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        with self._named(where):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = np.array(encoding.ids, dtype=np.int64)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         said = np.zeros(len(tokens), dtype=bool)
@@ -76,11 +83,15 @@ class FileTokenizer:
         names: list[Any] = list(END_NAMES)
         if config.is_file():
             try:
-                named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+                named = parse_json(config.read_text(encoding="utf-8")).get("eos_token")
             except (ValueError, AttributeError) as error:
                 raise DataError(f"{config}: not a JSON object ({error}); it stands beside the tokenizer: repair it or "
                                 "remove it") from error
-            names.insert(0, named.get("content") if isinstance(named, dict) else named)
+            end = named.get("content") if isinstance(named, dict) else named
+            if end is not None and (not isinstance(end, str) or self._tokenizer.token_to_id(end) is None):
+                raise DataError(f"{config}: its eos_token is {shown(end)}, which is no token of {self._name}; repair "
+                                "it or remove it")
+            names.insert(0, end)
         known = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
         return next((number for number in known if number is not None), None)
 
@@ -91,13 +102,17 @@ def _load(file: Path) -> Any:
     except ImportError as error:
         raise MissingPackageError(f"{file}: needs the package `tokenizers`: pip install tokenizers") from error
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{file}: not JSON ({error}); data.tokenizer must be a tokenizer.json") from error
     if not isinstance(content, dict) or "model" not in content:
         raise DataError(f"{file}: not a tokenizer.json (it has no `model`)")
-    with _NamedErrors(file, f"`tokenizers` {tokenizers.__version__}"):
+    with _NamedErrors(f"{file}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} reads", DataError):
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    if unknown is not None and tokenizer.token_to_id(unknown) is None:
+        raise DataError(f"{file}: its unk_token is {shown(unknown)}, which is not in its vocabulary, so words that are "
+                        "not there either cannot be tokenized; add it to the vocabulary")
     # Padding and truncation may be stored in the file; packing needs documents as they are.
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -105,13 +120,14 @@ def _load(file: Path) -> Any:
 
 
 class _NamedErrors:
-    """Name the file in errors of the package, which are of the bare class Exception (subclasses pass untouched)."""
+    """Name the file in errors of the package, which are of the bare class Exception (subclasses pass untouched), and in
+    panics of its Rust code, whose class has no public name."""
 
-    def __init__(self, file: Path, package: str) -> None:
-        self._text = f"{file}: not a tokenizer.json that {package} reads"
+    def __init__(self, text: str, kind: type[DataError]) -> None:
+        self._text, self._kind = text, kind
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if kind is Exception:
-            raise DataError(f"{self._text} ({error})") from error
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
+            raise self._kind(f"{self._text} ({error})") from error

@@ -17,12 +17,16 @@ from packgraph.packing.document import Document
 from packgraph.packing.overlong import fitting_parts
 from packgraph.packing.report import PackReport
 from packgraph.packing.window import Window
+from packgraph.train.config_values import shown
+from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.config import DataConfig
-from packgraph.train.data.errors import DataError
+from packgraph.train.data.errors import BadDocumentError, DataError
 from packgraph.train.data.source import DocumentSource, SourceDocument
+from packgraph.train.data.tokenized_row import check_largest
 from packgraph.train.data.tokenizer import Tokenizer
 
 VERSION = 2
+LARGEST = 2**53  # of any count in a state
 
 
 class Waiting(Protocol):
@@ -49,11 +53,15 @@ class Microbatches:
         Raises ValueError for bad capacities, DataError for an empty source."""
         if not len(source):
             raise DataError("the source has no documents")
+        self._skips_bad = config.on_bad == "skip"
+        if not self._skips_bad:
+            check_largest(*source.largest_id, tokenizer.vocab_size)
         self._config, self._source, self._tokenizer = config, source, tokenizer
         self._capacities = CapacitySet(capacities, multiple)
         self.report = PackReport()
         self.empty_documents = self.unlabelled_documents = 0
         self._first_unlabelled = ""
+        self._bad = BadDocuments()
         self._window = self._new_window()
         self._epoch = 0
         self._position = 0
@@ -72,6 +80,11 @@ class Microbatches:
         assert isinstance(self._window, Window)
         return self._window.take()
 
+    @property
+    def bad(self) -> BadDocuments:
+        """Documents that were left out as bad: when the source was opened, and since."""
+        return self._source.bad + self._bad
+
     def _new_window(self) -> Waiting:
         """Where documents wait to be packed."""
         return Window[tuple[int, int]](self._capacities, self.report)
@@ -83,17 +96,17 @@ class Microbatches:
             "usable_in_epoch": self._usable_in_epoch, "waiting": [list(tag) for tag in self._window.tags()],
             "report": self.report.state_dict(), "empty_documents": self.empty_documents,
             "unlabelled_documents": self.unlabelled_documents,
-        }
+        } | ({"bad": self._bad.state_dict()} if self._bad.count else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises DataError when this stream is not the same, naming what differs."""
-        if state.get("version") != VERSION:
-            raise DataError(f"the data position was written in version {state.get('version')!r} of its format, this "
-                            f"program reads version {VERSION}")
-        missing = sorted(self.state_dict().keys() - state.keys())
-        if missing:
-            raise DataError(f"the data position is damaged: it has no {', '.join(missing)}; "
-                            "go on from another checkpoint")
+        if not isinstance(state, dict) or state.get("version", VERSION) != VERSION:
+            found = state.get("version") if isinstance(state, dict) else shown(state)
+            raise DataError(f"the data position was written in version {found!r} of its format, this program reads "
+                            f"version {VERSION}")
+        problem = self._damage(state)
+        if problem is not None:
+            raise DataError(f"the data position is damaged: {problem}; go on from another checkpoint")
         differences = [
             f"{name} was {state['identity'].get(name)!r}, is {value!r}"
             for name, value in self._identity().items() if state["identity"].get(name) != value
@@ -106,6 +119,9 @@ class Microbatches:
         for index, part in state["waiting"]:
             if index not in parts:
                 parts[index] = self._parts(index)
+            if part >= len(parts[index]):
+                raise DataError(f"the data position is damaged: document {index} has no part {part}; go on from "
+                                "another checkpoint")
             self._window.add(parts[index][part], (index, part))
         self._epoch, self._position = state["epoch"], state["position"]
         self._usable_in_epoch = state["usable_in_epoch"]
@@ -113,12 +129,44 @@ class Microbatches:
         self.report.load_state_dict(state["report"])
         self.empty_documents = state["empty_documents"]
         self.unlabelled_documents = state["unlabelled_documents"]
+        self._bad = BadDocuments()
+        if "bad" in state:
+            self._bad.load_state_dict(state["bad"])
+
+    def _damage(self, state: dict[str, Any]) -> str | None:
+        """What is wrong with a state, without regard to whether it is of these data; None if nothing is."""
+        own = self.state_dict()
+        missing = sorted(own.keys() - state.keys() - {"bad", "cost"})
+        if missing:
+            return f"it has no {', '.join(missing)}"
+        documents = len(self._source) if state["identity"] == own["identity"] else LARGEST
+        limits = {"epoch": LARGEST, "position": documents, "usable_in_epoch": LARGEST, "empty_documents": LARGEST,
+                  "unlabelled_documents": LARGEST}
+        wrong = [f"its {name} is {shown(state[name])}" for name, limit in limits.items()
+                 if not _is_count(state[name], limit)]
+        for name in ("identity", "report"):
+            if not isinstance(state[name], dict):
+                wrong.append(f"its {name} is {shown(state[name])}")
+        if not wrong and (state["report"].keys() != own["report"].keys()
+                          or not all(_is_count(value, LARGEST) for value in state["report"].values())):
+            wrong.append(f"its report is {shown(state['report'])}")
+        waiting = state["waiting"]
+        if not isinstance(waiting, list) or not all(
+                isinstance(tag, (list, tuple)) and len(tag) == 2 and _is_count(tag[0], documents - 1)
+                and _is_count(tag[1], LARGEST) for tag in waiting):
+            wrong.append(f"its waiting documents are {shown(waiting)}")
+        bad = state.get("bad", {"count": 0, "first": []})
+        if not isinstance(bad, dict) or not _is_count(bad.get("count"), LARGEST) \
+                or not isinstance(bad.get("first"), list) or not all(isinstance(text, str) for text in bad["first"]):
+            wrong.append(f"its bad documents are {shown(bad)}")
+        return wrong[0] if wrong else None
 
     def _add_next(self) -> bool:
         """Let the parts of the next document wait; False when all epochs are over."""
         if self._position == len(self._order):
             if not self._usable_in_epoch:
                 raise DataError(self._nothing_usable())
+            self._source.check_unchanged()
             self._epoch, self._position, self._usable_in_epoch = self._epoch + 1, 0, 0
             if not self._over():
                 self._order = self._order_of(self._epoch)
@@ -139,6 +187,8 @@ class Microbatches:
                            "tokens (use a larger capacity or data.overlong = split)")
         if self.unlabelled_documents:
             reasons.append(f"{self.unlabelled_documents} have no token to predict ({self._first_unlabelled})")
+        if self._bad.count:
+            reasons.append(f"{self._bad.count} are bad ({self._bad.first[0]})")
         return f"none of the {len(self._order)} documents can be used: {', '.join(reasons)}"
 
     def _over(self) -> bool:
@@ -146,8 +196,14 @@ class Microbatches:
 
     def _parts(self, index: int) -> list[Document]:
         """What document `index` of the source puts into the window."""
-        document = self._source[index]
-        encoded = self._tokenizer.encode(document)
+        try:
+            document = self._source[index]
+            encoded = self._tokenizer.encode(document)
+        except BadDocumentError as error:
+            if not self._skips_bad:
+                raise
+            self._bad.add(error)
+            return []
         if not encoded:
             self.empty_documents += 1
         labelled = [whole for whole in encoded if whole.predicts]
@@ -173,6 +229,10 @@ class Microbatches:
             "data.window": self._config.window, "data.overlong": self._config.overlong,
             "capacities": [[c.tokens, c.documents, c.bound] for c in self._capacities.sorted],
         }
+
+
+def _is_count(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value <= limit
 
 
 def _why_unlabelled(document: SourceDocument) -> str:

@@ -12,12 +12,12 @@ STDLIB_DOCUMENTS = 6000
 
 def open_documents(config: DataConfig) -> DocumentSource:
     """The documents that `config` names, checked. Raises DataError saying where and what to do."""
-    limit = config.max_documents_loaded
+    limit, skip_bad = config.max_documents_loaded, config.on_bad == "skip"
     if config.source == "stdlib":
         return StandardLibrarySource(STDLIB_DOCUMENTS if limit is None else limit)
     path = config.path or ""
     if config.source == "jsonl":
-        return JsonLinesSource(path, config.text_column, limit)
+        return JsonLinesSource(path, config.text_column, limit, skip_bad=skip_bad)
     if config.source == "text":
-        return TextFolderSource(path, config.suffixes, limit)
-    return ParquetSource(path, config.text_column, limit)
+        return TextFolderSource(path, config.suffixes, limit, skip_bad=skip_bad)
+    return ParquetSource(path, config.text_column, limit, skip_bad=skip_bad)

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from packgraph.packing.batch import HostFacts, PackedBatch
-from packgraph.packing.build import fill
+from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import Document
 from packgraph.plan.context.cost import ContextCost
@@ -97,10 +96,9 @@ class PlannedSteps(Microbatches):
                 "rows_by_ranks": {str(size): count for size, count in sorted(self._sizes.items())}}
 
     def _pack(self, documents: Sequence[Document], bucket: Capacity) -> PackedBatch:
-        data, loss_tokens = fill(documents, bucket)
-        lengths = tuple(len(document) for document in documents)
-        self.report.count_pack(len(lengths), sum(lengths), bucket.tokens)
-        return PackedBatch(data, bucket, HostFacts(lengths, loss_tokens))
+        batch = PackedBatch.of_documents(documents, bucket)
+        self.report.count_pack(batch.num_documents, batch.num_tokens, bucket.tokens)
+        return batch
 
     def _enough(self) -> bool:
         """Whether documents wait that fill a step, and a window of others behind them."""

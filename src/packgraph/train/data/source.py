@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from packgraph.train.data.errors import DataError
+from packgraph.train.config_values import SHOWN, shown
+from packgraph.train.data.bad_documents import BadDocuments
+from packgraph.train.data.errors import BadDocumentError
 
+MOST_NAMED = 8  # columns in one message
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -41,43 +44,65 @@ class DocumentSource(Protocol):
 
     def __getitem__(self, index: int) -> SourceDocument: ...
 
+    @property
+    def bad(self) -> BadDocuments:
+        """Documents that were found bad and left out when the source was opened."""
+        ...
+
+    @property
+    def largest_id(self) -> tuple[int, str]:
+        """Largest token id or label of tokenized rows that is known so far, and the place of its row; (-1, "") if none
+        is."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise DataChangedError naming a file that is not what it was when the source was opened."""
+        ...
+
     def fingerprint(self) -> str:
         """Text that changes when the documents change; a checkpoint is resumed on the same data only."""
         ...
 
 
 def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> SourceDocument:
-    """The document of one JSON object or table row. Raises DataError naming `where`."""
+    """The document of one JSON object or table row. Raises BadDocumentError naming `where`."""
     if row.get(text_column) is not None:
         return SourceDocument(where, text=_text(row[text_column], f"{where}: `{text_column}`"))
     if row.get("messages") is not None:
         return SourceDocument(where, messages=_messages(row["messages"], where))
     if row.get("input_ids") is not None:
         return SourceDocument(where, row=row)
-    found = ", ".join(sorted(row)) or "nothing"
-    raise DataError(f"{where}: expected `{text_column}`, `messages` or `input_ids`, found {found}. Another column can "
-                    "be named by data.text_column")
+    names = sorted(row)
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    found = ", ".join(_cut(name) for name in names[:MOST_NAMED]) + more or "nothing"
+    raise BadDocumentError(f"{where}: expected `{text_column}`, `messages` or `input_ids`, found {found}. Another "
+                           "column can be named by data.text_column")
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= SHOWN else name[:SHOWN] + "…"
 
 
 def _messages(messages: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: `messages` must be a list of {{\"role\", \"content\"}} with at least one entry")
+        raise BadDocumentError(f"{where}: `messages` must be a list of {{\"role\", \"content\"}} with at least one "
+                               "entry")
     turns = []
     for number, message in enumerate(messages):
         name = f"{where}: message {number}"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise DataError(f"{name} must be an object with `role` and `content`, got {str(message)[:80]!r}")
+            raise BadDocumentError(f"{name} must be an object with `role` and `content`, got {str(message)[:80]!r}")
         if message["role"] not in ROLES:
-            raise DataError(f"{name} has role {message['role']!r}; known roles: {', '.join(ROLES)}")
+            raise BadDocumentError(f"{name} has role {shown(message['role'])}; known roles: {', '.join(ROLES)}")
         turns.append(Message(message["role"], _text(message["content"], f"{name}, content")))
     return tuple(turns)
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{name} must be a text, got {type(value).__name__}")
+        raise BadDocumentError(f"{name} must be a text, got {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{name} is not valid Unicode ({error.reason} at character {error.start})") from error
+        raise BadDocumentError(f"{name} is not valid Unicode ({error.reason} at character {error.start})") from error
     return value

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.errors import DataError
 from packgraph.train.data.source import SourceDocument
 
@@ -29,6 +30,7 @@ class StandardLibrarySource:
         """limit: number of documents after which no more files are read. Raises DataError when there is nothing."""
         self._folder = folder or Path(sysconfig.get_paths()["stdlib"])
         self.unparsable = 0
+        self.bad, self.largest_id = BadDocuments(), (-1, "")
         self._documents: list[SourceDocument] = []
         for path in _modules(self._folder):
             self._documents += self._read(path)
@@ -38,6 +40,10 @@ class StandardLibrarySource:
         if not self._documents:
             raise DataError(f"{self._folder}: no Python source files of the standard library here; use another source "
                             "(data.source = jsonl or text, with data.path)")
+        digest = hashlib.sha256()
+        for document in self._documents:
+            digest.update((document.text or "").encode() + b"\0")
+        self._fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -45,12 +51,12 @@ class StandardLibrarySource:
     def __getitem__(self, index: int) -> SourceDocument:
         return self._documents[index]
 
+    def check_unchanged(self) -> None:
+        """Nothing to check: all documents are in memory."""
+
     def fingerprint(self) -> str:
         """Hash of all texts."""
-        digest = hashlib.sha256()
-        for document in self._documents:
-            digest.update((document.text or "").encode() + b"\0")
-        return digest.hexdigest()[:16]
+        return self._fingerprint
 
     def _read(self, path: Path) -> list[SourceDocument]:
         try:
