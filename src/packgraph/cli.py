@@ -156,6 +156,8 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     with _no_lost_ctrl_c():
         from packgraph.graphs.errors import CaptureError
         from packgraph.models.hf import WeightsError
+        from packgraph.parallel.heartbeat import LOST, LostRankError
+        from packgraph.parallel.votes import LostPartnersError
         from packgraph.train.checkpoint_reader import CheckpointError
         from packgraph.train.config import ConfigError
         from packgraph.train.data import DataError
@@ -170,6 +172,12 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     except NonFiniteLossError as error:
         print(f"packgraph: training failed: {error}", file=sys.stderr)
         return FAILED
+    except LostPartnersError as error:
+        print(f"packgraph: error: {error}", file=sys.stderr)
+        return FAILED
+    except LostRankError as error:
+        print(f"packgraph: error: {error}", file=sys.stderr, flush=True)
+        os._exit(LOST)  # process groups that are freed would wait for the rank that is lost
 
 
 def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from packgraph.parallel.heartbeat import is_broken_connection
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import from_all, on_first
 from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
@@ -178,9 +179,13 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         with _single_process_is_meant():
             distributed_checkpoint.save(dict(tensors), storage_writer=PlainWriter(folder, sync_files=True))
     except CheckpointException as error:
+        if is_broken_connection(error):
+            raise
         failure = _first_failure(error)
         raise failure if isinstance(failure, OSError) else OSError(_short_of_space(folder, failure)) from error
     except RuntimeError as error:
+        if is_broken_connection(error):
+            raise
         raise OSError(_short_of_space(folder, error)) from error
 
 

@@ -225,6 +225,8 @@ class RunConfig:
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh: one command for
         first starts and restarts (torchrun --max-restarts, a requeued job).
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again; none = no limit.
+    timeout: seconds without a sign of life of a rank, or without an answer to a failed capture, after which all others
+        end with exit code 69; a rank that is stopped for less goes on.
     seed: seed of the weights and of dropout.
     init_from: folder with Hugging Face weights (Qwen3) that the run starts from, in their shape; none = fresh ones.
     dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the weights.
@@ -241,6 +243,7 @@ class RunConfig:
     keep_checkpoints: int = 3
     resume: bool | Literal["auto"] = False
     max_minutes: float | None = None
+    timeout: float = 10.0
     seed: int = 0
     init_from: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -251,6 +254,7 @@ class RunConfig:
         counts = ("steps", "tokens_per_step", "log_every", "checkpoint_every", "keep_checkpoints")
         problems = {f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1 for name in counts}
         problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = (self.max_minutes or 1) <= 0
+        problems[f"timeout must be at least 5 seconds, got {self.timeout}"] = self.timeout < 5
         bad_name = self.name is not None and (self.name in ("", ".", "..") or "/" in self.name or "\\" in self.name)
         problems[f"name must be the name of one folder, got {self.name!r}"] = bad_name
         bad_device = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None

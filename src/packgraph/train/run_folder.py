@@ -30,7 +30,7 @@ FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard", "offload")
 # What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
 # Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
 FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_every", "run.checkpoint_every",
-                  "run.max_minutes",
+                  "run.max_minutes", "run.timeout",
                   "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
                   "graph.memory_budget",
                   "graph.strict", "graph.scope", "graph.granularity", "graph.optimizer", "graph.autotune", "data.path",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.stack import DecoderStack
+from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import on_first
 from packgraph.parallel.tensor import dropout_seed
@@ -83,13 +84,14 @@ class Trainer:
     """Owns model, optimizer, data and executor of one run. `run` trains; `close` frees the graphs."""
 
     def __init__(self, config: TrainConfig, folder: Path, microbatches: Microbatches, device: torch.device,
-                 view: ProgressView, mesh: Mesh | None = None) -> None:
+                 view: ProgressView, mesh: Mesh | None = None, whereabouts: Whereabouts | None = None) -> None:
         """microbatches: the resumable iterator of packs on the host, the same on all processes of `mesh`.
 
-        Creates nothing in `folder` yet.
+        whereabouts: what other ranks are told of this one. Creates nothing in `folder` yet.
         """
         self.config, self.folder, self.microbatches = config, folder, microbatches
         self.device, self.view, self.mesh = device, view, mesh or single_process()
+        self._whereabouts = whereabouts or Whereabouts()
         self._splits_rows = config.parallel.splits_rows
         self._sharing = Sharing.of(self.mesh, rank_tokens(config))
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
@@ -142,6 +144,7 @@ class Trainer:
         self._graphs_before = state["graphs"]
         self._summary_before = read_json(self.folder / SUMMARY)
         self.step = self._resumed_at = step
+        self._whereabouts.checkpoint = str(path)
         self.view.note(f"resumed from {path}")
 
     def _find_checkpoint(self) -> FoundCheckpoint:
@@ -185,8 +188,9 @@ class Trainer:
                     self._save(log)
             self._save(log)
         except DataError:
-            self._return_to_last_step()
-            self._save(log)
+            if self._whereabouts.together(f"bad data after step {self.step}"):  # to save takes all ranks
+                self._return_to_last_step()
+                self._save(log)
             raise
         finally:
             log.close()
@@ -225,12 +229,15 @@ class Trainer:
 
     def _one_step(self, stop: StopRequest) -> bool:
         """Launch one optimizer step; False when the data ended."""
+        self._enter_step()
         rows_timed = self._time_rows()
         batches = take_step(self.microbatches, self.config.run.tokens_per_step)
         if not batches:
             return False
         self._left_out.watch()
         captured = self.executor.before_step(self.step - self._resumed_at)
+        if captured:
+            self._whereabouts.at("replay", self.step + 1)
         for told in self.executor.memory.notes if captured and self.executor.memory is not None else ():
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
@@ -248,6 +255,12 @@ class Trainer:
         self._steps_since += 1
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.blocked(loss), stop))
         return True
+
+    def _enter_step(self) -> None:
+        """Say what the next step is."""
+        done, graph = self.step - self._resumed_at, self.config.graph
+        phase = "warm-up" if done < graph.warmup else "capture" if done == graph.warmup else "replay"
+        self._whereabouts.at(phase if graph.enabled else "training", self.step + 1)
 
     def _time_rows(self) -> bool:
         """With the first step after the last capture done: measure what rows cost, and plan by that; whether it did.
@@ -315,6 +328,7 @@ class Trainer:
         self._report(log, leave=0)
         if self._saved_at == self.step:
             return
+        self._whereabouts.at("save", self.step)
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(
             [local_tensor(value.detach()) for value in self.model.parameters()], float("inf"))]).max()
         if self.mesh.everyone() is not None:
@@ -329,8 +343,9 @@ class Trainer:
                  "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
                  "config": self._stored_config()}
         log.sync()
-        save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
-                        self.mesh)
+        saved = save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
+                                self.mesh)
+        self._whereabouts.checkpoint = str(saved)
 
     def _mark_position(self) -> None:
         """Note that the current step is saved and where the data are."""
