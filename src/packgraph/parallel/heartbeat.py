@@ -14,13 +14,14 @@ nobody's silence. What a rank waits for is signs of life, not progress: a rank m
 import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
@@ -83,6 +84,10 @@ class _End(NamedTuple):
     text: str
     lost: int
     rank: int = -1
+
+
+class _Terminated(SystemExit):
+    """SIGTERM, by which torchrun ends all ranks when one has failed: who came first is known a little later."""
 
 
 class Silence:
@@ -168,7 +173,8 @@ class Heartbeat(Whereabouts):
     def _fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends. Raises LostRankError if it ends for want of another."""
         self._over.set()
-        if is_broken_connection(error):
+        _heed_no_more()
+        if isinstance(error, _Terminated) or is_broken_connection(error):
             self._broken = True
             self._decided.wait(self._patience + 2 * INTERVAL)
             if self._end is not None:
@@ -286,5 +292,27 @@ def signs_of_life(launch: Launch, patience: float) -> Iterator[Whereabouts]:
     except dist.DistError as error:
         raise LostRankError(f"the {launch.world} processes of the run did not meet: {error}") from error
     store.set_timeout(timedelta(seconds=TIMEOUT.total_seconds()))
-    with Heartbeat(store, launch, patience) as heartbeat:
+    with _terminable(), Heartbeat(store, launch, patience) as heartbeat:
         yield heartbeat
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Within the block SIGTERM raises `_Terminated`, where nobody else heeds it; only in the main thread."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Terminated(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    yield
+    # Not in a `finally`: a process that fails shall say why before torchrun ends it.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _heed_no_more() -> None:
+    """This process ends, and says why first, whoever tells it to end meanwhile."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
