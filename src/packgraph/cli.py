@@ -162,14 +162,14 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
         from packgraph.train.config import ConfigError
         from packgraph.train.data import DataError
         from packgraph.train.run_files import RunFileError
-        from packgraph.train.trainer import NonFiniteLossError
+        from packgraph.train.trainer import NonFiniteLossError, SpikeError
 
     try:
         return int(command(words))
     except (ConfigError, DataError, CheckpointError, CaptureError, RunFileError, WeightsError) as error:
         print(f"packgraph: error: {error}", file=sys.stderr)
         return USER_ERROR
-    except NonFiniteLossError as error:
+    except (NonFiniteLossError, SpikeError) as error:
         print(f"packgraph: training failed: {error}", file=sys.stderr)
         return FAILED
     except LostPartnersError as error:

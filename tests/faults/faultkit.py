@@ -117,13 +117,12 @@ def _lives(pid: int) -> bool:
 
 
 def _end(stamp: Path) -> None:
-    """A rank that torchrun has started in a session of its own may be left, stopped."""
-    if not stamp.is_file() or not stamp.read_text():
-        return
-    pid = int(stamp.read_text().split()[0])
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return
-    if SCRIPT.name.encode() in command:
-        os.kill(pid, signal.SIGKILL)
+    """Ranks that torchrun has started are in sessions of their own, and may be left, or stopped."""
+    for file in stamp.parent.glob(f"{stamp.name}-*"):
+        pid = int(file.read_text() or 0)
+        try:
+            ours = SCRIPT.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if ours:
+            os.kill(pid, signal.SIGKILL)

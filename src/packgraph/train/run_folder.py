@@ -42,7 +42,8 @@ FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_
 
 DECAY = "optimizer.decay_steps"
 # What may be changed on the way by saying so: a loss that is no number asks for it.
-CHANGED_WHEN_ASKED = ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.min_learning_rate_fraction", DECAY)
+CHANGED_WHEN_ASKED = ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.min_learning_rate_fraction",
+                      "run.on_spike", DECAY)
 
 
 def choose_folder(config: TrainConfig) -> Path:
