@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainkit import RandomPacks, StopAfter, equal, state_of, tiny, trainer
+from trainkit import StopAfter, equal, state_of, tiny, trainer
 
 from packgraph.train.checkpoint import best_checkpoint, checkpoints_by_step, latest_checkpoint
 from packgraph.train.options import TrainConfig
@@ -164,8 +164,7 @@ def test_stop_ends_the_run_and_warn_says_it(tmp_path):
 
 def test_the_limits_are_read_by_a_captured_update(tmp_path, monkeypatch):
     """graph.optimizer: the update is part of a graph that was captured under other limits."""
-    usual_limits = Spikes.limits
-    monkeypatch.setattr(Spikes, "limits", lambda self, step: Limits(loss=-1.0) if step == 9 else usual_limits(self, step))
+    monkeypatch.setattr(Spikes, "limits", lambda self, step: Limits(loss=-1.0) if step == 9 else Limits())
     settings = config("skip", True, steps=12)
     settings = dataclasses.replace(settings, graph=dataclasses.replace(settings.graph, granularity="step",
                                                                        optimizer=True))
@@ -188,12 +187,12 @@ def test_the_limits_are_read_by_a_captured_update(tmp_path, monkeypatch):
 
 def test_the_best_checkpoint_is_never_replaced_by_a_worse_one(tmp_path):
     """Gradients of the wrong sign from a pack on: the loss rises, and newer checkpoints are worse."""
-    run, summary = trained(tmp_path, config("warn", checkpoint_every=4), -3.0, bad=range(50, 10**6))
+    _, summary = trained(tmp_path, config("warn", checkpoint_every=4), -3.0, bad=range(50, 10**6))
     folder = tmp_path / "run" / "checkpoints"
     best = best_checkpoint(folder)
     assert best is not None and summary["spikes"]["best_step"] == int(best.name.removeprefix("step-")) < STEPS - 8
     assert {path.name for path in checkpoints_by_step(folder)} == {best.name, "step-00000034", "step-00000032"}
     again = trainer(tmp_path / "run", config("warn"))
     again.resume()
-    assert again._spikes.best_loss == summary["spikes"]["best_loss"]
+    assert again.spikes.best_loss == summary["spikes"]["best_loss"]
     again.close()

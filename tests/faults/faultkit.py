@@ -1,4 +1,6 @@
 """Start ranks of `packgraph train`, let one of them fail, and see how the others end."""
+import contextlib
+import json
 import os
 import signal
 import socket
@@ -36,6 +38,12 @@ class Outcome:
                        or "[W" in line[:3]] for rank, text in self.said.items()}
 
 
+def losses(folder: Path) -> list[float]:
+    """The losses of the run in `folder`."""
+    rows = (folder / "runs" / "x" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row)["loss"] for row in rows]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -71,13 +79,11 @@ def run_with_fault(folder: Path, layout: str, fault: str, phase: str, *, culprit
                                                          stdout=log, start_new_session=True)
             ranks = range(world) if wake is not None else [rank for rank in range(world) if rank != culprit]
             seconds = _watch(list(started.values()), stamp, ranks, wake, limit)
-            codes = {rank: process.poll() for rank, process in started.items()}
+            codes = {rank: _code(process) for rank, process in started.items()}
         finally:
             for process in started.values():
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
                 process.wait(10)
             _end(stamp)
         said = {rank: path.read_text(errors="replace") for rank, path in enumerate(logs) if path.is_file()}
@@ -106,6 +112,12 @@ def _watch(started: Sequence["subprocess.Popen[bytes]"], stamp: Path, ranks: Seq
             return time.time() - float(at)
         time.sleep(0.05)
     return None
+
+
+def _code(process: "subprocess.Popen[bytes]") -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.5)  # its threads may need a moment longer
+    return process.returncode
 
 
 def _lives(pid: int) -> bool:

@@ -86,7 +86,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     Path(f"{stamp}-{os.environ['RANK']}").write_text(str(os.getpid()))
-    if rank == os.environ["RANK"]:
+    if rank == os.environ["RANK"] and phase != "never":
         arrange(phase, lambda: fail(fault, Path(stamp)))
     from packgraph import cli
 

@@ -251,8 +251,9 @@ class Heartbeat(Whereabouts):
             return _End(f"rank {self._next} did not come within {TIMEOUT.total_seconds():.0f} s. {self.remedy()}", 1)
         if ring.seconds(now) <= patience:
             return None
-        return _End(f"rank {self._next} (process {self._neighbour['pid']} on {self._neighbour['host']}) gave no sign of "
-                    f"life for {ring.seconds(now):.0f} s, last in phase {self._neighbour['place']}. {self.remedy()}", 1)
+        who = f"rank {self._next} (process {self._neighbour['pid']} on {self._neighbour['host']})"
+        return _End(f"{who} gave no sign of life for {ring.seconds(now):.0f} s, last in phase "
+                    f"{self._neighbour['place']}. {self.remedy()}", 1)
 
 
 def is_broken_connection(error: BaseException | None) -> bool:

@@ -41,11 +41,12 @@ REPLACED = ".replaced-"
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any],
                     keep: int, mesh: Mesh | None = None, best: int | None = None) -> Path:
-    """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is one. Returns its folder. All processes of `mesh` call it.
+    """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is one. Collective.
 
     tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank 0's is written.
-    Source of the rename protocol: POSIX rename(2) is atomic within a file system. Raises CheckpointError (full disk, no
-    permission, shards of other ranks that rank 0 does not see) on all ranks; the earlier ones stay as they are.
+    Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2) is atomic within a file system.
+    Raises CheckpointError (full disk, no permission, shards of other ranks that rank 0 does not see) on all ranks; the
+    earlier ones stay as they are. A connection to another rank that breaks is no such error, and is raised as it is.
     """
     mesh = mesh or single_process()
     name = _name(step)

@@ -104,8 +104,8 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
 
     asked: dotted names of the values that were given as options; see `check_same_run`.
     Returns the run's folder and its summary; only rank 0 writes and shows anything. Raises ConfigError, DataError,
-    CheckpointError, RunFileError, NonFiniteLossError and LostRankError; all of them say what to do. A process that hangs
-    in a collective because another one is lost ends without returning (`parallel/heartbeat.py`).
+    CheckpointError, RunFileError, NonFiniteLossError and LostRankError; all of them say what to do. A process that
+    hangs in a collective because another one is lost ends without returning (`parallel/heartbeat.py`).
     """
     launch = Launch.read()
     with signs_of_life(launch, config.run.timeout) as whereabouts:
@@ -128,8 +128,8 @@ def _train(config: TrainConfig, asked: Collection[str], launch: Launch, whereabo
     check_memory(config, device, available_memory(device, launch.local_world), world=launch.world, rank=launch.rank)
     # The folder was chosen before the processes meet, so all have looked before one of them creates it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
-    with processes(config.parallel.layout(), device, launch, store=whereabouts.store) as mesh, contextlib.ExitStack() as held, \
-            ProgressView(config.run.steps, config.run.log_every, console) as view, \
+    with processes(config.parallel.layout(), device, launch, store=whereabouts.store) as mesh, \
+            contextlib.ExitStack() as held, ProgressView(config.run.steps, config.run.log_every, console) as view, \
             stop_on_signals(config.run.max_minutes) as stop:
         chosen = folder
         folder = on_first(mesh, lambda: take_folder(chosen, config, held), ConfigError, RunFileError)

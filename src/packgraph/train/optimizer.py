@@ -71,7 +71,7 @@ class Optimizer:
         return self.update(loss)
 
     def watch(self) -> None:
-        """From now on updates whose loss or gradient norm lies outside of `set_limits` change nothing; none does yet."""
+        """From now on updates change nothing whose loss or gradient norm lies outside of `set_limits`."""
         self.guard = torch.tensor(Limits(), dtype=torch.float32, device=self.learning_rate.device)
         self.spiked = torch.zeros_like(self.learning_rate)
 

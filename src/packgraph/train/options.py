@@ -227,9 +227,9 @@ class RunConfig:
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again; none = no limit.
     timeout: seconds without a sign of life of a rank, or without an answer to a failed capture, after which all others
         end with exit code 69; a rank that is stopped for less goes on.
-    on_spike: what happens to a step whose loss or gradient norm is far outside of those before: warn = say so and go on,
-        stop = the run ends, skip = its update is left out, rollback = back to the newest checkpoint and on with other
-        data. The last two do so, too, where loss or gradients are no numbers, which else ends the run.
+    on_spike: what happens to a step whose loss or gradient norm is far outside of those before: warn = say so and go
+        on, stop = the run ends, skip = its update is left out, rollback = back to the newest checkpoint and on with
+        other data. The last two do so, too, where loss or gradients are no numbers, which else ends the run.
     seed: seed of the weights and of dropout.
     init_from: folder with Hugging Face weights (Qwen3) that the run starts from, in their shape; none = fresh ones.
     dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the weights.

@@ -22,7 +22,8 @@ MOST = 5  # times that one step is made; room grows to what was needed, so a sec
 
 @dataclass
 class Launched:
-    """A step as it was launched. share: this replica's packs. limits: of its loss and gradient norm. random: generators before it. made: times it was."""
+    """A step as it was launched. share: this replica's packs. limits: of its loss and gradient norm. random: generators
+    before it. made: times it was."""
 
     share: Sequence[PackedBatch]
     loss_tokens: int

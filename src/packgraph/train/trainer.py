@@ -116,7 +116,7 @@ class Trainer:
         self.executor = make_executor(self.model, config, device, self.mesh)
         if config.run.on_spike == "skip":
             self.optimizer.watch()
-        self._spikes = Spikes()
+        self.spikes = Spikes()
         self._repeats = Repeats(self.executor, self.optimizer, device)
         self.step = 0
         self._made = 0  # steps that this process has launched
@@ -172,7 +172,7 @@ class Trainer:
             seed = self.config.run.seed + step
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
             told.append("saved at another layout: dropout goes on with new random numbers")
-        self._spikes = Spikes.restored(state.get("spikes", {}))
+        self.spikes = Spikes.restored(state.get("spikes", {}))
         self.step = step
         return told
 
@@ -258,11 +258,11 @@ class Trainer:
             self._fetch.pop()
         self._repeats.forget()
         self._return_to_last_step(self._steps_since - (self.step - found.step))
-        spikes, wrong = self._spikes, self.step
+        spikes, wrong = self.spikes, self.step
         path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
         self._load(path, step, state)
-        self._spikes.seen, self._spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
-        self._spikes.returns = spikes.returns + 1
+        self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
+        self.spikes.returns = spikes.returns + 1
         self._saved_at, self._position, self._steps_since = step, self.microbatches.state_dict(), 0
         self.view.note(f"step {found.step}: {found}. Back to {path} ({wrong - step} steps), on with other data")
 
@@ -313,7 +313,7 @@ class Trainer:
         share = self._sharing.share(batches)
         learning_rate = self._learning_rate()
         loss, norm = self._repeats.launch(share, count_loss_tokens(batches), learning_rate,
-                                          self._spikes.limits(self.step + 1))
+                                          self.spikes.limits(self.step + 1))
         started, self._last_end = self._last_end, time.perf_counter()
         graphs = self._graphs()
         self.step += 1
@@ -378,8 +378,9 @@ class Trainer:
                 continue
             self._repeats.confirm()
             skipped = self._judge(record.step, loss, norm, spiked > 0)
-            row = {"step": record.step, "loss": _number(loss), "gradient_norm": _number(norm), "learning_rate": record.learning_rate,
-                   "tokens": record.tokens, "places": record.places, "microbatches": record.microbatches,
+            row = {"step": record.step, "loss": _number(loss), "gradient_norm": _number(norm),
+                   "learning_rate": record.learning_rate, "tokens": record.tokens, "places": record.places,
+                   "microbatches": record.microbatches,
                    "replayed": record.replayed, "fallbacks": record.fallbacks, "seconds": record.seconds,
                    "starting": record.starting}
             log.write(row | ({"skipped": True} if skipped else {}))
@@ -390,7 +391,7 @@ class Trainer:
 
         spiked: the device has left it out. Raises NonFiniteLossError, SpikeError and _GoBack.
         """
-        spikes, policy = self._spikes, self.config.run.on_spike
+        spikes, policy = self.spikes, self.config.run.on_spike
         problem = spikes.problem(step, loss, norm)
         if problem is None and not spiked:
             spikes.add(step, loss, norm)
@@ -418,7 +419,7 @@ class Trainer:
 
     def _must_go_back(self, step: int, problem: str) -> NoReturn:
         """Raise _GoBack, or SpikeError where that has not helped."""
-        if self._spikes.returns >= MOST_RETURNS:
+        if self.spikes.returns >= MOST_RETURNS:
             raise SpikeError(self._how_to_go_on(step, f"{problem}; the run has gone back to one checkpoint "
                                                 f"{MOST_RETURNS} times already"))
         raise _GoBack(step, problem)
@@ -448,18 +449,18 @@ class Trainer:
 
     def _write_checkpoint(self, log: MetricsLog | RowsOnly) -> None:
         self._whereabouts.at("save", self.step)
-        self._spikes.is_best(self.step)
-        self._spikes.returns = 0
+        self.spikes.is_best(self.step)
+        self.spikes.returns = 0
         stream = self._stream()
         tensors = self.tensors() | {f"{stream}.{name}": value for name, value in random_states(self.device).items()}
         self._mark_position()
         state = {"data": self._position, "random_device": self.device.type,
                  "random_streams": all_streams(self.mesh, sequence=self._splits_rows), "graphs": self._graphs(),
                  "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
-                 "config": self._stored_config(), "spikes": self._spikes.state()}
+                 "config": self._stored_config(), "spikes": self.spikes.state()}
         log.sync()
         saved = save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
-                                self.mesh, self._spikes.best_step)
+                                self.mesh, self.spikes.best_step)
         self._whereabouts.checkpoint = str(saved)
 
     def _mark_position(self) -> None:
@@ -467,24 +468,25 @@ class Trainer:
         self._saved_at, self._position, self._steps_since = self.step, self.microbatches.state_dict(), 0
 
     def _return_to_last_step(self, steps: int | None = None) -> None:
-        """Put the data back to that number of `steps` after the last checkpoint; None = where the last whole step ended,
-        since taking the packs of the next one has failed."""
+        """Put the data back to that number of `steps` after the last checkpoint; None = where the last whole step
+        ended, since taking the packs of the next one has failed."""
         self.microbatches.load_state_dict(self._position)
         for _ in range(self._steps_since if steps is None else steps):
             take_step(self.microbatches, self.config.run.tokens_per_step)
 
     def _how_to_go_on(self, step: int, what: str) -> str:
         kept, best = (find(self.folder / CHECKPOINTS) for find in (latest_checkpoint, best_checkpoint))
+        lowest = "" if best in (None, kept) else f", that of the lowest loss {best}"
         return (f"step {step}: {what}. Training stopped; "
-                + (f"the last good checkpoint is {kept}" + (f", that of the lowest loss {best}" if best not in (None, kept)
-                   else "") + ". Go on from it with a lower learning rate: --resume "
+                + (f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning rate: --resume "
                    if kept else "there is no checkpoint yet. Start again with a lower learning rate: ")
                 + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} (or a lower "
                 "--optimizer.clip-norm), or look at the data of this step")
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         summary = {"ended": ended, "device": str(self.device)} | summarize(log.rows) | {
-            "spikes": self._spikes.counts(), "documents": self._left_out.counts()} | self.executor.summary() | self._graphs()
+            "spikes": self.spikes.counts(), "documents": self._left_out.counts()}
+        summary |= self.executor.summary() | self._graphs()
         if isinstance(self.microbatches, PlannedSteps):
             summary["context"] = self.microbatches.summary()
         if "loss_first" in self._summary_before:  # the mean over more steps, of a longer run, would be another one
