@@ -5,7 +5,7 @@
 BASE_PYTHON ?= python3
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test test-fast lint check-python
+.PHONY: help setup train verify test test-fast faults lint check-python
 
 ifdef PACKGRAPH_PYTHON
 PYTHON := $(PACKGRAPH_PYTHON)
@@ -30,6 +30,7 @@ help:
 	@echo "make train      train the preset qwen3-tiny on the source code of Python's library, through captured graphs"
 	@echo "make verify     compare eager and graph training, bit by bit"
 	@echo "make test       all tests          make test-fast  without the slow ones"
+	@echo "make faults     the long matrix of ranks that die, stop or fail"
 	@echo "make lint       ruff and mypy      make setup      only the set-up"
 
 setup: $(DEV_READY)
@@ -49,6 +50,10 @@ test: $(DEV_READY)
 test-fast: $(DEV_READY)
 	$(call need,pytest)
 	$(PYTHON) -m pytest tests -m "not gpu and not slow" $(WORKERS) $(ARGS)
+
+# About 20 s a case; ARGS choose: make faults ARGS="tp kill save plain"
+faults: $(DEV_READY)
+	$(PYTHON) tests/faults/matrix.py $(ARGS)
 
 lint: $(DEV_READY)
 	$(call need,ruff)

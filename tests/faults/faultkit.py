@@ -55,6 +55,8 @@ def run_with_fault(folder: Path, layout: str, fault: str, phase: str, *, culprit
                    more: Sequence[str] = ()) -> Outcome:
     """Train in `folder` until rank `culprit` fails in `phase`. wake: seconds after which a stopped rank goes on."""
     stamp = folder / "stamp"
+    for left in folder.glob("stamp*"):  # of a run before, in the same folder
+        left.unlink()
     words = ["train", *LAYOUTS[layout].split(), *WORDS.split(), "--run.folder", str(folder / "runs"), *more]
     command = [str(SCRIPT), str(culprit), fault, phase, str(stamp), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"}

@@ -24,8 +24,8 @@ def verdict(layout: str, fault: str, phase: str, launcher: str) -> tuple[bool, s
     seconds = "none" if found.seconds is None else f"{found.seconds:.1f}"
     lines = found.errors()[0]
     good = found.seconds is not None and found.seconds <= LIMIT and len(lines) == 1 and "rank 1" in lines[0]
-    if (layout, fault, phase) == ("dp", "raise", "capture"):  # replicas capture alone: this one runs eagerly
-        good = found.seconds is not None and not lines
+    if (fault, phase) == ("raise", "capture") and layout in ("dp", "pp"):  # captures that exchange nothing: all go on
+        good = found.seconds is not None and not lines and found.codes.get(0, 0) == 0
     code = found.codes.get(0, found.codes.get(-1))
     return good, f"{layout:4}{phase:9}{fault:6}{launcher:9}{seconds:>6} s  code {code}  " + \
         ("ok" if good else "WRONG " + repr(lines or found.said[0][-300:]))

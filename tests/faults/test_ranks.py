@@ -1,4 +1,8 @@
 """A rank that dies, stops or fails alone: the others end soon with one line that names it (long: `make faults`)."""
+import os
+import subprocess
+import sys
+
 import faultkit
 import pytest
 
@@ -84,6 +88,31 @@ def test_silence_counts_only_while_this_process_runs():
     assert silence.seconds(65.0) == 5.0, "an old beat is no sign of life"
     silence.heard("second", 65.0)
     assert silence.seconds(65.0) == 0.0 and INTERVAL < 1
+
+
+STUCK = """
+import time
+import torch.distributed as dist
+from packgraph.parallel.heartbeat import Heartbeat
+from packgraph.parallel.processes import Launch
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+with Heartbeat(store, Launch(), 5.0) as whereabouts:
+    whereabouts.limit = 1.0
+    whereabouts.at("start")
+    time.sleep(2.0)  # no step
+    for step in range(4):
+        whereabouts.at("replay", step)
+        time.sleep(0.5)
+    print("good", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_step_that_waits_in_kernels_for_ever_is_ended():
+    environment = os.environ | {"PYTHONPATH": str(faultkit.SOURCE)}
+    found = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50, env=environment)
+    assert (found.returncode, found.stdout) == (LOST, "good\n")
+    assert "rank 0" in found.stderr and "in phase replay (step 3) for 1 s, though all ranks live" in found.stderr
 
 
 def test_what_counts_as_a_broken_connection():

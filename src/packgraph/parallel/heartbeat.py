@@ -13,6 +13,7 @@ nobody's silence. What a rank waits for is signs of life, not progress: a rank m
 """
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ TICK = 0.2  # seconds between two looks at the clock
 GRACE = 1.5  # seconds that the main thread has to end by itself when another rank failed: all may fail alike
 BROKEN = 3.0  # seconds of silence that are enough when a connection broke, too
 FAREWELL = 3.0  # seconds that who gives the reason, or keeps the store, waits for the others to have read it
+STEPS = ("replay", "training")  # phases in which a step may take `limit`; compiling takes what it takes
 CONNECTION = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "TCPStore",
               "Timed out waiting")
 
@@ -51,12 +53,14 @@ class Whereabouts:
         phase: What it does: boot, start, warm-up, capture, replay, save.
         step: The step it is at.
         checkpoint: The last whole checkpoint; empty = there is none.
+        limit: Seconds that a step may take; for steps whose kernels wait for other ranks without a limit of their own.
         store: Where the processes have met; None = they have not, or there is one only.
     """
 
     phase: str = "boot"
     step: int = 0
     checkpoint: str = ""
+    limit: float = math.inf
     store: Any = field(default=None, repr=False)
 
     def at(self, phase: str, step: int = 0) -> None:
@@ -128,7 +132,7 @@ class Heartbeat(Whereabouts):
         self._next = (launch.rank + 1) % launch.world
         self._beats = dist.PrefixStore("packgraph/heartbeat", store.clone())
         now = time.monotonic()
-        self._silences = {"rank": Silence(now), "store": Silence(now)}
+        self._silences = {"rank": Silence(now), "store": Silence(now), "step": Silence(now)}
         self._neighbour: dict[str, Any] = {}
         self._end: _End | None = None  # why the run ends, as all know it
         self._own: _End | None = None  # why it ends, as this rank knows it
@@ -245,6 +249,12 @@ class Heartbeat(Whereabouts):
                         f"for {silence:.0f} s: that process or its machine is lost. {self.remedy()}", 1)
         ring = self._silences["rank"]
         ring.heard(self._neighbour.get("count"), now)
+        step = self._silences["step"]
+        step.heard(self.place(), now)
+        if step.seconds(now) > self.limit and self.phase in STEPS:
+            return _End(f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) has been in phase "
+                        f"{self.place()} for {step.seconds(now):.0f} s, though all ranks live: they wait for each "
+                        f"other. {self.remedy()}", 0, self._rank)
         if not self._neighbour:
             if ring.seconds(now) <= TIMEOUT.total_seconds():
                 return None

@@ -23,7 +23,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.processes import on_first
+from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.plan.learning_rate import learning_rate_at
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
@@ -108,6 +108,8 @@ class Trainer:
         self.config, self.folder, self.microbatches = config, folder, microbatches
         self.device, self.view, self.mesh = device, view, mesh or single_process()
         self._whereabouts = whereabouts or Whereabouts()
+        if config.parallel.dispatcher_name == "symmetric":
+            self._whereabouts.limit = TIMEOUT.total_seconds()  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
         self._sharing = Sharing.of(self.mesh, rank_tokens(config))
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
