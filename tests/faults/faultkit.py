@@ -21,6 +21,11 @@ LAYOUTS = {
     "pp": "qwen3-tiny --parallel.pp 2", "cp": "qwen3-tiny --parallel.cp 2",
     "ep": "moonlight-tiny --parallel.dp 2 --parallel.ep 2",
 }
+PAIRS = {
+    "dp-tp": "qwen3-tiny --parallel.dp 2 --parallel.tp 2", "pp-cp": "qwen3-tiny --parallel.pp 2 --parallel.cp 2",
+    "ep-pp": "moonlight-tiny --parallel.dp 2 --parallel.ep 2 --parallel.pp 2",
+    "tp-cp": "qwen3-tiny --parallel.tp 2 --parallel.cp 2",
+}
 
 
 @dataclass
@@ -50,14 +55,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_with_fault(folder: Path, layout: str, fault: str, phase: str, *, culprit: int = 1, world: int = 2,
-                   torchrun: bool = False, wake: float | None = None, limit: float = 60.0,
-                   more: Sequence[str] = ()) -> Outcome:
+def run_with_fault(folder: Path, layout: str, fault: str, phase: str, *, culprit: int = 1, torchrun: bool = False,
+                   wake: float | None = None, limit: float = 60.0, more: Sequence[str] = ()) -> Outcome:
     """Train in `folder` until rank `culprit` fails in `phase`. wake: seconds after which a stopped rank goes on."""
-    stamp = folder / "stamp"
+    world, stamp = 4 if layout in PAIRS else 2, folder / "stamp"
     for left in folder.glob("stamp*"):  # of a run before, in the same folder
         left.unlink()
-    words = ["train", *LAYOUTS[layout].split(), *WORDS.split(), "--run.folder", str(folder / "runs"), *more]
+    words = ["train", *(LAYOUTS | PAIRS)[layout].split(), *WORDS.split(), "--run.folder", str(folder / "runs"), *more]
     command = [str(SCRIPT), str(culprit), fault, phase, str(stamp), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as place:

@@ -33,6 +33,7 @@ from packgraph.parallel.processes import TIMEOUT, Launch
 LOST = 69  # exit code of a rank that ends because of another one (EX_UNAVAILABLE of sysexits.h)
 INTERVAL = 0.5  # seconds between two beats
 TICK = 0.2  # seconds between two looks at the clock
+POLL = 0.05  # seconds between two beats of a rank that ends
 GRACE = 1.5  # seconds that the main thread has to end by itself when another rank failed: all may fail alike
 BROKEN = 3.0  # seconds of silence that are enough when a connection broke, too
 FAREWELL = 3.0  # seconds that who gives the reason, or keeps the store, waits for the others to have read it
@@ -152,10 +153,13 @@ class Heartbeat(Whereabouts):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         try:
+            self._over.set()
             if error is not None:
                 self._fail(error)
+            else:
+                self._end = self._end or _End("", 0)  # rank 0 keeps the store until all have left
+                self._say_farewell(self._end)
         finally:
-            self._over.set()
             self._parted.set()
             self._moved.set()
 
@@ -176,7 +180,6 @@ class Heartbeat(Whereabouts):
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends. Raises LostRankError if it ends for want of another."""
-        self._over.set()
         _heed_no_more()
         if isinstance(error, _Terminated) or is_broken_connection(error):
             self._broken = True
@@ -194,6 +197,7 @@ class Heartbeat(Whereabouts):
         self._moved.set()
         if self._rank in (0, end.rank):
             self._parted.wait(FAREWELL)
+            time.sleep(2 * POLL)  # in which the others hear that all have
         else:
             self._counted.wait(2 * INTERVAL)
 
@@ -218,8 +222,11 @@ class Heartbeat(Whereabouts):
                     self._counted.set()
                     if told >= self._world - self._end.lost:
                         self._parted.set()
-                self._moved.wait(0.05 if self._said.is_set() else INTERVAL)
+                self._moved.wait(POLL if self._said.is_set() else INTERVAL)
                 self._moved.clear()
+        if self._said.is_set():  # there is nobody left to tell
+            self._counted.set()
+            self._parted.set()
 
     def _watch(self) -> None:
         """Look at the clock until the end, and end the process when its main thread does not."""
@@ -230,7 +237,7 @@ class Heartbeat(Whereabouts):
                 silence.tick(now)
             if self._end is None and self._own is None:
                 self._own = self._lost(now)
-            if self._silences["store"].seconds(now) > self._patience:
+            if self._silences["store"].seconds(now) > self._patience or not self._threads[0].is_alive():
                 self._end = self._end or self._own  # nobody can be told
             if self._end is None:
                 continue
