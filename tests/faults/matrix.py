@@ -1,7 +1,7 @@
 """The long matrix of ranks that fail: python tests/faults/matrix.py [WORD ...], also `make faults`.
 
 Every phase x layout x fault, without torchrun and with it; prints seconds from the fault until all other ranks have
-ended, their exit code, and whether each said exactly one line that names the rank. Words choose: dp, dp-tp, kill, replay, ...
+ended, their exit code, and whether each said exactly one line that names the rank. Words choose: dp-tp kill save ...
 """
 import itertools
 import sys
