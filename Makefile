@@ -5,7 +5,7 @@
 BASE_PYTHON ?= python3
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test test-fast faults lint check-python
+.PHONY: help setup train verify test test-fast test-ranks faults lint check-python
 
 ifdef PACKGRAPH_PYTHON
 PYTHON := $(PACKGRAPH_PYTHON)
@@ -29,9 +29,9 @@ need = @$(PYTHON) -c 'import importlib.util as u, sys; u.find_spec("$(1)") or sy
 help:
 	@echo "make train      train the preset qwen3-tiny on the source code of Python's library, through captured graphs"
 	@echo "make verify     compare eager and graph training, bit by bit"
-	@echo "make test       all tests          make test-fast  without the slow ones"
-	@echo "make faults     the long matrix of ranks that die, stop or fail"
-	@echo "make lint       ruff and mypy      make setup      only the set-up"
+	@echo "make test       tests on one process, and some on several    make test-fast  without the slow ones"
+	@echo "make test-ranks all tests on several processes               make lint       ruff and mypy"
+	@echo "make faults     ranks that die, stop or fail: every phase    make setup      only the set-up"
 
 setup: $(DEV_READY)
 
@@ -45,11 +45,15 @@ verify: $(RUN_READY)
 test: $(DEV_READY)
 	$(call need,pytest)
 	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
-	$(PYTHON) -m pytest tests -m "not gpu" $(WORKERS) $(ARGS)
+	$(PYTHON) -m pytest tests -m "not gpu and (core or not dist)" $(WORKERS) $(ARGS)
 
 test-fast: $(DEV_READY)
 	$(call need,pytest)
-	$(PYTHON) -m pytest tests -m "not gpu and not slow" $(WORKERS) $(ARGS)
+	$(PYTHON) -m pytest tests -m "not gpu and not slow and (core or not dist)" $(WORKERS) $(ARGS)
+
+test-ranks: $(DEV_READY)
+	$(call need,pytest)
+	$(PYTHON) -m pytest tests -m "dist and not gpu and not core" $(WORKERS) $(ARGS)
 
 # About 20 s a case; ARGS choose: make faults ARGS="tp kill save plain"
 faults: $(DEV_READY)

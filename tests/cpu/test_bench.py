@@ -214,6 +214,7 @@ def measured(mesh: Any, chosen: PipelineOptions, broken: str | None = None) -> l
     return rows.all
 
 
+@pytest.mark.core
 @pytest.mark.dist
 def test_bench_pipeline_on_two_ranks() -> None:
     ways = ("eager", "compile", "layer", "chunk", "step")
@@ -228,6 +229,7 @@ def test_bench_pipeline_on_two_ranks() -> None:
     assert one[3]["slots"] == [[2], [1]] and len(one[3]["pool_bytes"]) == 2 and len(one[3]["stage_ms"]) == 2
 
 
+@pytest.mark.core
 @pytest.mark.dist
 def test_a_way_that_one_rank_cannot_run_is_left_out_by_all() -> None:
     chosen = options(chunks=2, ways=("layer", "chunk", "step"))

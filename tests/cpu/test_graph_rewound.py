@@ -3,6 +3,9 @@
 A CUDA graph draws by the distance from where its replay begins, and none of its calls of the host is repeated. The
 recorder repeats them, so what CUDA refuses is asked for here.
 """
+import _thread
+import threading
+import time
 import warnings
 
 import pytest
@@ -54,7 +57,7 @@ def as_on_cuda(monkeypatch):
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize(("make", "what"), [
     (lambda: Checkpointed(0.5), "random numbers are drawn after captured code has set the state"),
-    (Setting, "captured code sets the state of a random generator and leaves it so")])
+    (Setting, "captured code sets the state of a random generator: a replay")])
 def test_numbers_that_a_replay_would_draw_otherwise_are_refused(make, what):
     with pytest.raises(CaptureError, match=what):
         graph(make(), warmup=0, strict=True)(sample(0))
@@ -67,6 +70,50 @@ def test_numbers_that_a_replay_would_draw_otherwise_are_refused(make, what):
             for number in range(3):
                 model(sample(number)).square().sum().backward()
     assert_same(gradients(eager), gradients(graphed))
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_state_that_is_set_is_refused_where_it_happens_to_be_the_present_one():
+    module = Setting()
+    torch.set_rng_state(module.state)
+    with pytest.raises(CaptureError, match="captured code sets the state of a random generator"):
+        graph(module, warmup=0, strict=True)(sample(0))
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_state_that_is_set_is_refused_beside_other_threads_too():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with pytest.raises(CaptureError, match="captured code sets the state of a random generator"):
+            graph(Setting(), warmup=0, strict=True)(sample(0))
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_thread_that_python_did_not_begin_could_not_draw_while_it_runs_no_code():
+    """Of autograd, say: it stays in Python's list of threads when it has run a function once."""
+    ended, stays = threading.Event(), threading.Event()
+
+    def run():
+        threading.current_thread()
+        ended.set()
+
+    def wait():
+        threading.current_thread()
+        ended.set()
+        stays.wait(60)
+
+    before = random_state._alone()
+    for function, alone in [(run, before), (wait, False)]:
+        ended.clear()
+        _thread.start_new_thread(function, ())
+        ended.wait(60)
+        time.sleep(0.05)
+        assert random_state._alone() == alone
+    stays.set()
 
 
 @pytest.mark.usefixtures("as_on_cuda")

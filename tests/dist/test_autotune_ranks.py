@@ -1,4 +1,5 @@
 """Several ranks time their graphs, and all of them choose alike: the slowest decides."""
+import contextlib
 import dataclasses
 import tempfile
 import time
@@ -14,6 +15,7 @@ from packgraph.graphs.claim import Claim
 from packgraph.graphs.graphed import Control
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.processes import on_first
 from packgraph.train.autotune import FASTER, TIMED, Autotune
 from packgraph.train.config_values import render
 from packgraph.train.options import ParallelConfig
@@ -30,6 +32,15 @@ def settings(layout: Layout, **graph):
         parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp))
 
 
+@contextlib.contextmanager
+def shared_folder(mesh):
+    """A folder that all ranks share, gone when the first one leaves the block."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = on_first(mesh, lambda: own)
+        yield Path(folder)
+        on_first(mesh, lambda: None)  # nobody is in the block any longer
+
+
 def run_one(mesh, config, slow_replay, slow_eager):
     """Train on this rank, whose replays and eager calls take longer by these seconds."""
     claim = Control.claim
@@ -39,8 +50,8 @@ def run_one(mesh, config, slow_replay, slow_eager):
         time.sleep(slow_replay if isinstance(result, Claim) else slow_eager)
         return result
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(Control, "claim", claiming):
-        run = trainer(Path(folder) / "run", config, mesh=mesh)
+    with shared_folder(mesh) as folder, mock.patch.object(Control, "claim", claiming):
+        run = trainer(folder / "run", config, mesh=mesh)
         summary = run.run(StopRequest())
         weights = {name: local_tensor(value).clone() for name, value in run.model.state_dict().items()}
         run.close()

@@ -212,8 +212,9 @@ def test_planned_rows_over_changing_ranks_are_verified(layout, granularity):
 
 
 def one_document_changed(mesh):
-    """Loss gradient of the hidden states with one document's tokens changed, and without; this rank's rows."""
-    model = random_hybrid(hybrid())
+    """Loss gradient of the hidden states with one document's tokens changed, and without; this rank's rows. Without
+    experts: a CPU's products choose by the number of an expert's rows, which tokens of other documents are among."""
+    model = random_hybrid(hybrid("M-M*-M"))
     spread_context(model, mesh)
     draw, found = random.Random(1), []
     documents = [[draw.randrange(1, 40) for _ in range(length)] for length in (9, 20, 3)]

@@ -13,8 +13,6 @@ from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
-pytestmark = pytest.mark.dist
-
 LAYOUTS = {"dp2": Layout(dp=2), "tp2": Layout(dp=1, tp=2), "pp2": Layout(dp=1, pp=2), "cp2": Layout(dp=1, cp=2)}
 
 
@@ -45,7 +43,7 @@ def trained(mesh, folder, made, factor):
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param("dp2", marks=pytest.mark.core), "tp2", "pp2", "cp2"])
 def test_all_ranks_decide_alike(tmp_path, name, policy):
     layout = LAYOUTS[name]
     factor = math.nan if policy == "skip" else 1e5

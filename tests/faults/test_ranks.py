@@ -9,7 +9,6 @@ import pytest
 from packgraph.parallel.heartbeat import INTERVAL, LOST, Silence, is_broken_connection
 from packgraph.train.options import RunConfig
 
-pytestmark = pytest.mark.dist
 
 
 def ended_well(found: faultkit.Outcome, *words: str) -> None:
@@ -20,11 +19,14 @@ def ended_well(found: faultkit.Outcome, *words: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.parametrize(("layout", "fault", "phase", "words"), [
-    ("dp", "kill", "save", ["no sign of life", "save (step 4)", "step-00000002: go on with --resume"]),
+    pytest.param("dp", "kill", "save", ["no sign of life", "save (step 4)", "step-00000002: go on with --resume"],
+                 marks=pytest.mark.core),
     ("dp", "raise", "boot", ["failed in phase boot: OSError: injected fault. There is no checkpoint yet"]),
     ("dp", "raise", "data", ["failed in phase replay (step 4): DataError: corpus.jsonl:7", "step-00000002"]),
-    ("tp", "raise", "capture", ["failed in phase capture (step 3)", "--graph.enabled false"]),
+    pytest.param("tp", "raise", "capture", ["failed in phase capture (step 3)", "--graph.enabled false"],
+                 marks=pytest.mark.core),
     ("pp", "kill", "replay", ["no sign of life", "replay"]),
     ("cp", "raise", "replay", ["failed in phase replay (step 4): OSError"]),
     ("ep", "stop", "warm-up", ["no sign of life for 10 s", "warm-up"]),
@@ -36,17 +38,21 @@ def test_the_others_end_with_one_line(tmp_path, layout, fault, phase, words):
 
 
 @pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.core
 def test_torchrun_ends_ranks_after_they_have_said_why(tmp_path):
     ended_well(faultkit.run_with_fault(tmp_path, "dp", "kill", "replay", torchrun=True), "no sign of life", "replay")
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 def test_a_rank_that_is_stopped_for_a_short_time_goes_on(tmp_path):
     found = faultkit.run_with_fault(tmp_path, "dp", "stop", "replay", wake=5.0)
     assert found.codes == {0: 0, 1: 0} and found.errors() == {0: [], 1: []}
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 def test_a_rank_that_comes_back_too_late_ends_as_well(tmp_path):
     found = faultkit.run_with_fault(tmp_path, "dp", "stop", "replay", wake=20.0)
     ended_well(faultkit.Outcome(0.0, found.codes, found.said), "no sign of life")
@@ -54,6 +60,7 @@ def test_a_rank_that_comes_back_too_late_ends_as_well(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
 def test_rank_0_keeps_the_store_and_is_missed_too(tmp_path, fault):
     found = faultkit.run_with_fault(tmp_path, "dp", fault, "replay", culprit=0)
@@ -63,6 +70,7 @@ def test_rank_0_keeps_the_store_and_is_missed_too(tmp_path, fault):
 
 
 @pytest.mark.slow
+@pytest.mark.dist
 def test_a_run_goes_on_bitwise_after_a_rank_was_killed(tmp_path):
     """Losses of a run whose rank 1 is killed and that is started again are those of one that never was."""
     losses = []

@@ -94,8 +94,9 @@ class Backend(Protocol):
         and it can tell `lifetimes`; the pools are empty.
         """
 
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Run eagerly what is about to be captured, if this backend needs it (lazy handles, compiled kernels)."""
+    def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
+        """Run eagerly what is about to be captured, if this backend needs it (lazy handles, compiled kernels).
+        as_called: on the stream of the call, not on that of captures."""
 
     def watching_host(self, step: Callable[[Callable[[], Any]], None]) -> AbstractContextManager[None]:
         """Within the block `step` is told of effects on the host that a capture would have to hold."""

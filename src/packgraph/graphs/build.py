@@ -7,7 +7,7 @@ is captured, gradients until the region that reads them is. Nothing of the user'
 aliased, writes are journalled and undone, random generators are put back.
 """
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -19,16 +19,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results
 from packgraph.graphs.backend import Graph, Static, Window
-from packgraph.graphs.constants import Constants
+from packgraph.graphs.calls import Calls
 from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.entries import Made, Passed, describe_entries, make_entry, owned_aliases
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.gradients import GradientBuffers
+from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, Journal, Watch
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import Backward, Context, Input, Output, ParameterEdge, Region, shown_facts
+from packgraph.graphs.rehearsal import Rehearsal
 from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slot import Slot
@@ -95,18 +96,17 @@ class VariantBuild:
     hold no longer that graphs bake.
 
     calls: entered around eager runs of the module. program: what is run, watched; plain: the same, unwatched. lends:
-    gradients of the call's inputs are handed out as static memory. written: tensors from outside that captured forwards
-    write to, as far as the window does not see that itself. constants: those of the rehearsal.
+    gradients of the call's inputs are handed out as static memory. rehearsal: of the same call.
     """
 
     def __init__(self, program: Program, plain: Program, slot: Slot, window: Window, aliases: Aliases,
                  buffers: GradientBuffers, gradients: KeyGradients, changed: Callable[[], object],
                  calls: AbstractContextManager[object], journal: Journal, lends: bool,
-                 written: Sequence[torch.Tensor], constants: Constants) -> None:
+                 rehearsal: Rehearsal) -> None:
         self.program, self.plain, self.slot, self.window, self.aliases = program, plain, slot, window, aliases
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
-        self.lends, self.written, self.constants = lends, written, constants
+        self.lends, self.rehearsal, self.called = lends, rehearsal, Calls()
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
         self.alive: list[torch.Tensor] = []
@@ -119,7 +119,7 @@ class VariantBuild:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Capture all regions for a call with these arguments."""
-        self.constants.start_over()
+        self.rehearsal.constants.start_over()
         first = self.program.begin(args, kwargs)
         numbers = numbers_of_tensors(args, kwargs)
         state = detached_state(first, numbers)
@@ -127,10 +127,11 @@ class VariantBuild:
         given = {id(own): numbers[id(leaf)] for leaf, own in pairs if id(leaf) in numbers}
         captured = [run.captured for run in self.program.runs]
         if True in captured and False in captured[captured.index(True):]:  # what is captured runs for what is not
-            for memory in self.written:
+            for memory in self.rehearsal.written:
                 self.journal.before_write(memory)
         for index, run in enumerate(self.program.runs):
             state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
+        self._refuse_another_way()
         ends = []
         result = self.program.end(state)
         check_outputs(result)
@@ -182,7 +183,7 @@ class VariantBuild:
         versions = [leaf._version for leaf in leaves]
         torch.clear_autocast_cache()
         with torch.enable_grad():
-            uses = Uses(self.storages)
+            uses = Uses(self.storages, self.called)
             graph, (result, aliases) = self.window.capture(lambda: self._run_captured(run, shown, leaves, uses))
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
@@ -195,11 +196,19 @@ class VariantBuild:
             self.origins[id(tensor)] = _Origin(tensor, index, number)
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
 
+    def _refuse_another_way(self) -> None:
+        """Raise CaptureError where forwards have called other operations than in the rehearsal. Compiled code cannot,
+        and has its inputs laid out anew there."""
+        different = self.called.difference_of_capture(self.rehearsal.calls)
+        if different is not None and self.program.compiler is None:
+            raise different
+
     def _run_captured(self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
                       ) -> tuple[State, dict[int, torch.Tensor]]:
         """What a forward graph holds."""
-        with uses, self.constants.handing_out():
+        with uses, self.rehearsal.constants.handing_out():
             result = self.program.run(run, shown)
+            uses.calls = None
             return result, owned_aliases(result, leaves)
 
     def _static_inputs(self, state: State) -> tuple[State, list[Input], list[torch.Tensor], list[_Origin]]:
@@ -330,7 +339,7 @@ class VariantBuild:
         """
         incoming = self._incoming(index, forward, pattern)
         leaves = list({id(leaf): leaf for leaf in forward.leaves if leaf.requires_grad}.values())
-        buffers = {id(alias): self.buffers.buffer(self.aliases.parameter_of[id(alias)]) for alias in owned}
+        buffers = {id(alias): self._buffer_of(alias) for alias in owned}
         for alias in owned:
             alias.grad = buffers[id(alias)].tensor
         landings = self._landings(forward)
@@ -355,6 +364,10 @@ class VariantBuild:
         known = {tensor.untyped_storage()._cdata for tensor in ours}
         outside = {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
         return backward, outside, uses.storages
+
+    def _buffer_of(self, alias: torch.nn.Parameter) -> GradientBuffer:
+        placements = self.rehearsal.placements.get(self.aliases.numbers[id(alias)])
+        return self.buffers.buffer(self.aliases.parameter_of[id(alias)], placements)
 
     def _incoming(self, index: int, forward: _Forward, pattern: Pattern) -> dict[int, tuple[torch.Tensor, Static]]:
         """Where gradients of outputs arrive: where a later region leaves them, or in a buffer of the slot."""

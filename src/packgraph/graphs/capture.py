@@ -7,9 +7,11 @@ random states.
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import saved_tensors
@@ -37,13 +39,14 @@ from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.reached import Remembered, refuse_changes
+from packgraph.graphs.rehearsal import Rehearsal
 from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.slot import Slot
 from packgraph.plan.memory.bank import Lifetime
 
+_RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
 # where it expected a number raises one of the others. Anything else is not ours to interpret.
-_RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
@@ -85,18 +88,6 @@ def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects, wat
             gc.enable()
 
 
-class Rehearsal(NamedTuple):
-    """What captured code uses that was there before. read: tensors; whoever keeps the graphs must keep them, since a
-    graph knows only their addresses. written: those that forwards write to, and buffers among them. Both are empty
-    where the backend needs no warm-up (it sees and keeps all itself). constants: tensors that forwards make of numbers.
-    """
-
-    read: list[torch.Tensor]
-    written: list[torch.Tensor]
-    constants: Constants
-    has_host_steps: bool = False
-
-
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, gradients: KeyGradients,
                     changed: Callable[[], object], calls: contextlib.AbstractContextManager[object], lends: bool,
                     args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -117,8 +108,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         backend.lanes.memories.let_go()
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
             build = VariantBuild(watched, program, slot, window, aliases, buffers, gradients, changed, calls,
-                                 journal, lends,
-                                 rehearsal.written, rehearsal.constants)
+                                 journal, lends, rehearsal)
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
@@ -143,7 +133,8 @@ def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
 
 def _compared(program: Program, backend: Backend, gradients: KeyGradients,
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-    """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less."""
+    """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less. One of
+    the two is on the stream of eager calls, which code may ask for."""
     seen, steps = Observation(Constants(), is_first=True), list[Any]()
 
     def watched_run(run: Callable[[], None]) -> None:
@@ -152,13 +143,14 @@ def _compared(program: Program, backend: Backend, gradients: KeyGradients,
 
     _once(program, backend, gradients, args, kwargs, watched_run, seen)
     seen.check_gone()
-    for _ in range(2):
+    for as_called in (True, False):
         before, seen = seen, Observation(Constants())
         with unwatched():
-            rehearsal = _once(program, backend, gradients, args, kwargs, backend.warm_up, seen)
+            rehearsal = _once(program, backend, gradients, args, kwargs,
+                              partial(backend.warm_up, as_called=as_called), seen)
         seen.check_gone()
         if seen.has_called_as(before):
-            used = rehearsal if backend.guard_device else Rehearsal([], [], rehearsal.constants)
+            used = rehearsal if backend.guard_device else rehearsal._replace(read=[], written=[])
             return used._replace(has_host_steps=bool(steps))
     raise seen.difference(before)
 
@@ -218,6 +210,7 @@ class _Run:
         self.where = forward_line(program.module)
         self.read: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
+        self.placements: dict[int, tuple[Placement, ...]] = {}
         self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
         self.walked: set[Any] = set()  # nodes of autograd's graph whose leaves were looked at
         self.ends: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # of backwards to come, and their inputs
@@ -242,7 +235,8 @@ class _Run:
             while self.ends:
                 self._backward(*self.ends.pop())
         return Rehearsal([tensor.detach() for tensor in self.read.values()],
-                         [tensor.detach() for tensor in self.written.values()], self.seen.constants)
+                         [tensor.detach() for tensor in self.written.values()], self.seen.constants, self.seen.calls,
+                         self.placements)
 
     def _know(self, tensors: list[torch.Tensor]) -> None:
         self.known |= {id(tensor): tensor for tensor in tensors}
@@ -307,6 +301,9 @@ class _Run:
         if any(gradient is not None and gradient.layout is not torch.strided for gradient in found):
             raise CaptureError("a backward makes a sparse gradient: its size depends on data", self.where,
                                "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT)
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self.placements |= {numbers[id(leaf)]: gradient.placements for leaf, gradient in zip(wanted, found, strict=True)
+                            if isinstance(gradient, DTensor) and id(leaf) in numbers}
         if any(parameter.grad is not None for parameter in self.parameters):
             raise CaptureError("a backward writes to the .grad of a parameter by itself: that would happen at capture "
                                "only, never at a replay", self.where, _RETURN_GRADIENT)

@@ -12,43 +12,27 @@ It is the rehearsal that is looked at, on every backend, not the capture: tensor
 them, and a cache that code fills when it first runs is filled by then, with memory that no pool takes back.
 """
 import gc
-import os
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
-from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
+from packgraph.graphs.calls import VARIES, Calls, Line, is_of_offloading
 from packgraph.graphs.constants import Constants
-from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.guard import Journal, Watch, shapes_only
-from packgraph.graphs.operations import PLAIN_TENSORS, PLAIN_VALUES, Operation, tensors_of
+from packgraph.graphs.operations import PLAIN_TENSORS, Operation, tensors_of
 from packgraph.graphs.output_objects import opened_in
 
 _RETURN = "return it from forward, or register a buffer and copy_ into it"
 _RETURN_FRESH = "make the object in every call, or return its tensors"
-_VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
-_OFFLOADING = str(Path(__file__).parent.parent / "offload") + os.sep
 _MOST_SHOWN = 20  # tensors whose holder is looked for
 _PATIENCE = 0.5  # seconds; a thread of a collective may hold what it has sent for a moment yet
-
-
-_RELOADS = str(Path(__file__).parents[1] / "offload")
-
-
-class _Line(NamedTuple):
-    """A place in the user's code, cheap to take."""
-
-    code: CodeType
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.code.co_filename}:{self.number} in {self.code.co_name}"
 
 
 class _Made(NamedTuple):
@@ -57,11 +41,11 @@ class _Made(NamedTuple):
     tensor: "weakref.ref[torch.Tensor]"
     storage: "weakref.ref[torch.UntypedStorage] | None"
     shape: tuple[int, ...]
-    line: _Line | str
+    line: Line | str
     tainted: bool
 
     def is_alive(self) -> bool:
-        if isinstance(self.line, _Line) and self.line.code.co_filename.startswith(_OFFLOADING):
+        if is_of_offloading(self.line):
             return False  # the engine's own memory, for the next pass
         return self.tensor() is not None or (self.storage is not None and self.storage() is not None)
 
@@ -76,9 +60,8 @@ class Observation:
         self.constants, self.is_first = constants, is_first
         self._made: list[_Made] = []
         self._latest: dict[int, _Made] = {}  # by identity
-        self._calls: list[tuple[tuple[Any, ...], _Line | str]] = []
+        self.calls = Calls()
         self._tainted: set[int] = set()
-        self._files: dict[str, bool] = {}
 
     def hand(self, tensors: Iterable[torch.Tensor], line: str) -> None:
         """Captured code is given these tensors, which live no longer than it runs. line: where it begins."""
@@ -87,26 +70,18 @@ class Observation:
                 self._tainted.add(_storage(tensor))
             self._made.append(_Made(weakref.ref(tensor), None, tuple(tensor.shape), line, True))
 
-    def called(self, operation: Operation, operands: Sequence[Any]) -> None:
-        """Captured code of a forward calls an operation."""
-        facts = (operation.shown, *map(_fact, operands))
-        if operation.function is torch.ops.aten.lift_fresh.default and operands[0].device.type == "cpu":
-            with torch._C.DisableTorchFunction():  # ours: it reads no tensor that an operation has made
-                facts += (repr(operands[0].tolist()),)
-        self._calls.append((facts, self._line()))
-
     def made(self, operation: Operation, inputs: Set[int], operands: Sequence[Any],
              written: Set[int], results: Sequence[Any]) -> None:
         """An operation has run. inputs: the storages of its operands. written: those it has written to."""
         tainted = operation.draws or not self._tainted.isdisjoint(inputs)
         if tainted:
             self._tainted.update(written)
-        line: _Line | str | None = None
+        line: Line | str | None = None
         for result in tensors_of(results):
             if _is_among(result, operands):
                 continue
-            line = line or self._line()
-            if isinstance(line, _Line) and line.code.co_filename.startswith(_RELOADS):
+            line = line or self.calls.line()
+            if is_of_offloading(line):
                 continue  # what a reload brings back belongs to its engine, and goes with the backward
             storage = None
             if _is_plain(result) and (whole := result.untyped_storage())._cdata not in inputs:
@@ -122,7 +97,7 @@ class Observation:
             if opened.is_kept() and gc.collect() >= 0 and opened.is_kept():
                 raise CaptureError(f"forward returns a {opened.build[1].__name__} that it keeps, too: a replay would "
                                    "return another one", user_line(), _RETURN_FRESH)
-            self._calls.append((("returns", repr(opened.build)), user_line()))
+            self.calls.note(("returns", repr(opened.build)))
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether captured code has made this tensor."""
@@ -139,7 +114,7 @@ class Observation:
         left = self._left()
         if not left:
             return
-        named = [made for made in left if isinstance(made.line, _Line)]
+        named = [made for made in left if isinstance(made.line, Line)]
         alive = [made for made in named if made.tensor() is not None]
         first, holder = _first_held(left[-_MOST_SHOWN:]) or ((alive or named or left)[-1], "")
         raise CaptureError(f"a tensor of shape {list(first.shape)} leaves forward other than through its outputs"
@@ -147,21 +122,13 @@ class Observation:
 
     def has_called_as(self, other: "Observation") -> bool:
         """Whether both rehearsals called the same operations with the same numbers."""
-        return [call for call, _ in self._calls] == [call for call, _ in other._calls] \
-            and self.constants.same_as(other.constants)
+        return self.calls.same_as(other.calls) and self.constants.same_as(other.constants)
 
     def difference(self, other: "Observation") -> CaptureError:
         """The error that says where two rehearsals differ."""
-        for (mine, line), (theirs, _) in zip(self._calls, other._calls, strict=False):
-            if mine != theirs:
-                return CaptureError(_difference(theirs, mine), str(line), _VARIES)
-        if len(self._calls) != len(other._calls):
-            longer, shared = max(self._calls, other._calls, key=len), min(len(self._calls), len(other._calls))
-            return CaptureError("one of two runs of forward with the same arguments went on with "
-                                f"{longer[shared][0][0]}, the other did not: a replay would always do the same",
-                                str(longer[shared][1]), _VARIES)
-        return CaptureError("two runs of forward with the same arguments made tensors of other numbers: a graph would "
-                            "freeze them", self.constants.first_difference(other.constants), _VARIES)
+        return self.calls.difference(other.calls) or CaptureError(
+            "two runs of forward with the same arguments made tensors of other numbers: a graph would freeze them",
+            self.constants.first_difference(other.constants), VARIES)
 
     def _left(self) -> list[_Made]:
         """Who is alive yet."""
@@ -180,17 +147,6 @@ class Observation:
             else:
                 time.sleep(0.01)
 
-    def _line(self) -> _Line | str:
-        frame = sys._getframe(2)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if name not in self._files:
-                self._files[name] = is_user_file(name)
-            if self._files[name]:
-                return _Line(frame.f_code, frame.f_lineno)
-            frame = frame.f_back  # type: ignore[assignment]
-        return "the autograd engine"
-
 
 class ObservingWatch(Watch):
     """A watch that tells `seen` what captured code does. forward: whether it is a forward, whose calls are compared."""
@@ -202,7 +158,7 @@ class ObservingWatch(Watch):
     def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
         """See Watch."""
         if self.forward:
-            self.seen.called(operation, operands)
+            self.seen.calls.called(operation, operands)
 
     def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Set[int],
                 results: Sequence[Any]) -> None:
@@ -224,31 +180,6 @@ def _is_among(tensor: torch.Tensor, operands: Sequence[Any]) -> bool:
         if tensor is operand:
             return True
     return False
-
-
-def _fact(operand: Any) -> Any:
-    """What of an operand has to be the same in both rehearsals."""
-    if type(operand) in PLAIN_VALUES:
-        return type(operand), operand
-    if type(operand) in PLAIN_TENSORS or isinstance(operand, torch.Tensor):
-        return tuple(operand.shape), operand.dtype, operand.device
-    if isinstance(operand, float | complex):
-        return type(operand), repr(operand)  # NaN is not equal to itself
-    if isinstance(operand, int | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format):
-        return type(operand), operand
-    return type(operand)
-
-
-def _difference(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
-    """In words how a call differs between two rehearsals."""
-    if mine[0] == theirs[0] and len(mine) == len(theirs):
-        one, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
-        shown = f"{one[-1]} and then {other[-1]}" if isinstance(one, tuple) and isinstance(other, tuple) else \
-            f"{one} and then {other}"
-        return f"two runs of forward with the same arguments gave {mine[0]} other values, {shown}: a graph would " \
-               "freeze them"
-    return f"two runs of forward with the same arguments called {mine[0]} and then {theirs[0]}: a replay would " \
-           "always do the same"
 
 
 def _first_held(left: Sequence[_Made]) -> tuple[_Made, str] | None:

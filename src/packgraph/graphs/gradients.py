@@ -13,6 +13,11 @@ the tensor. So every replay begins by comparing `.grad` with the buffer:
 
 Somebody else is found by reference counts: of the Python object that was `.grad`, and of the storage behind it (views,
 aliases, saved tensors).
+
+The gradient of a DTensor may have other placements than its parameter: that of a replicated parameter is each rank's
+share of a sum (`Partial`) where ranks have seen other tokens. A buffer has those of eager gradients, and copies are of
+local tensors: torch copies a share of a sum by way of the whole sum, which takes a collective and gives every rank
+another share.
 """
 import operator
 import sys
@@ -20,6 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Placement
 
 from packgraph.graphs.exclusive import Launches
 from packgraph.graphs.parameters import local_tensor
@@ -106,14 +112,16 @@ class GradientBuffers:
         """The buffers."""
         return list(self._buffers.values())
 
-    def buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
+    @torch.no_grad()
+    def buffer(self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None) -> GradientBuffer:
         """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the first backward. Where
-        several threads train, no `.grad` is a buffer (`shared_gradients.py`)."""
+        several threads train, no `.grad` is a buffer (`shared_gradients.py`). placements: of eager gradients, if they
+        are DTensors."""
         if id(parameter) not in self._buffers:
             shared = self._launches is not None and self._launches.shared
             shown = None if shared else parameter.grad
             if shown is None:
-                shown = torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
+                shown = with_local(parameter, torch.zeros_like(local_tensor(parameter)), placements)
             self._buffers[id(parameter)] = GradientBuffer(parameter, shown)
         return self._buffers[id(parameter)]
 
@@ -130,15 +138,15 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
         if buffer.is_attached(grad):
             continue
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
-        if held or (grad is not None and _is_held(_counts(grad))):
-            content = buffer.tensor.clone() if held else None
+        if held or (grad is not None and (_is_held(_counts(grad)) or not _placed_alike(grad, buffer.tensor))):
+            content = cloned(buffer.tensor) if held else None
             aside.append(_Aside(buffer, grad, content))
         else:
             buffer.parameter.grad = buffer.shown
         if grad is None:
             cleared.append(local_tensor(buffer.tensor))
         elif not _same_memory(grad, buffer.tensor):
-            buffer.tensor.copy_(grad)
+            _copy(grad, buffer.tensor)
         grad = None
     if cleared:
         torch._foreach_zero_(cleared)
@@ -157,11 +165,11 @@ def settle(aside: Sequence[_Aside]) -> None:
     """After the replay: hand the sums to gradients that are not in the buffers."""
     for buffer, grad, content in aside:
         if grad is None:
-            buffer.parameter.grad = buffer.tensor.clone()
+            buffer.parameter.grad = cloned(buffer.tensor)
         else:
-            grad.copy_(buffer.tensor)
+            _copy(buffer.tensor, grad)
         if content is not None:
-            buffer.tensor.copy_(content)
+            _copy(content, buffer.tensor)
 
 
 class SeparateGradients:
@@ -173,16 +181,16 @@ class SeparateGradients:
     @torch.no_grad()
     def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
         self._buffers = buffers
-        self._contents = [buffer.tensor.clone() for buffer in buffers]
+        self._contents = [local_tensor(buffer.tensor).clone() for buffer in buffers]
         for buffer in buffers:
-            buffer.tensor.zero_().neg_()
+            local_tensor(buffer.tensor).zero_().neg_()
 
     @torch.no_grad()
     def take(self) -> list[torch.Tensor]:
         """The gradients of the replay; buffers have their contents again."""
-        taken = [buffer.tensor.clone() for buffer in self._buffers]
+        taken = [cloned(buffer.tensor) for buffer in self._buffers]
         for buffer, content in zip(self._buffers, self._contents, strict=True):
-            buffer.tensor.copy_(content)
+            local_tensor(buffer.tensor).copy_(content)
         return taken
 
 
@@ -194,3 +202,30 @@ def _is_held(counts: tuple[int, int]) -> bool:
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = local_tensor(one), local_tensor(other)
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
+
+
+def cloned(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy with the same placements."""
+    return with_local(gradient, local_tensor(gradient).clone())
+
+
+def with_local(like: torch.Tensor, local: torch.Tensor, placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    """`local` as a tensor of the form of `like`. placements: if other than those of `like`, a DTensor."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(local, like.device_mesh, like.placements if placements is None else placements,
+                              run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if _placed_alike(source, target):
+        local_tensor(target).copy_(local_tensor(source))
+    else:
+        target.copy_(source)
+
+
+def _placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two gradients have the same placements."""
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return isinstance(one, DTensor) == isinstance(other, DTensor)
+    return one.device_mesh == other.device_mesh and one.placements == other.placements

@@ -17,7 +17,7 @@ from packgraph.graphs import fallback
 from packgraph.graphs.arguments import detail
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
-from packgraph.graphs.capture import Rehearsal, capture_variant, compile_ahead, rehearse
+from packgraph.graphs.capture import capture_variant, compile_ahead, rehearse
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.errors import CaptureError, described, forget_frames, user_line, warn
@@ -32,6 +32,7 @@ from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
+from packgraph.graphs.rehearsal import Rehearsal
 from packgraph.graphs.retries import Retries, is_out_of_memory
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import Signature, signature, undeclared

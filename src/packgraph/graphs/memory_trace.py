@@ -9,15 +9,15 @@ reads them, nothing of autograd in between. So what is looked at is a capture it
 It trains nothing, adds gradients to spare memory, and takes what graphs of the bucket take in one slot.
 """
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement
 
 from packgraph.graphs.capture import capture_variant, rehearse
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
+from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.refusals import refusal
@@ -99,16 +99,12 @@ class SpareGradients(GradientBuffers):
             if kept is None or kept.numel() < nbytes:
                 self._spare[parameter.device] = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=parameter.device)
 
-    def buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
+    def buffer(self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None) -> GradientBuffer:
         """A buffer of the parameter's form."""
-        return GradientBuffer(parameter, self._like(parameter))
+        return GradientBuffer(parameter, with_local(parameter, self._like(parameter), placements))
 
     def _like(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         local = local_tensor(parameter)
         strides = own_strides(local) or contiguous_strides(local.shape)
         whole = torch.empty(0, dtype=local.dtype, device=local.device)
-        spare = whole.set_(self._spare[local.device].untyped_storage(), 0, tuple(local.shape), strides)
-        if not isinstance(parameter, DTensor):
-            return spare
-        return DTensor.from_local(spare, parameter.device_mesh, parameter.placements, run_check=False,
-                                  shape=parameter.shape, stride=parameter.stride())
+        return whole.set_(self._spare[local.device].untyped_storage(), 0, tuple(local.shape), strides)

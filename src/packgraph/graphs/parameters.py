@@ -34,13 +34,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 class Aliases:
     """The aliases that stand for a module's parameters during one build.
 
-    memory: by storage, where each parameter begins and ends.
+    memory: by storage, where each parameter begins and ends. numbers: of aliases, in the order of the parameters.
     """
 
     def __init__(self) -> None:
         self.memory: dict[int, list[tuple[int, int, torch.nn.Parameter]]] = {}
         self.parameter_of: dict[int, torch.nn.Parameter] = {}
         self.alias_of: dict[int, torch.nn.Parameter] = {}
+        self.numbers: dict[int, int] = {}
         self._use = _Use(threading.get_ident())
 
     def alias(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -50,6 +51,7 @@ class Aliases:
             made.__dict__.update(parameter.__dict__)
             if made.requires_grad:
                 made.register_hook(self._use.check)
+            self.numbers[id(made)] = len(self.alias_of)
             self.alias_of[id(parameter)] = made
             self.parameter_of[id(made)] = parameter
             local = local_tensor(parameter)

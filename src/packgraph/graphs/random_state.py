@@ -26,6 +26,7 @@ from types import FrameType, MethodType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.host_calls import SeesBuiltin, Watcher, watched_calls
@@ -36,6 +37,7 @@ _DRAW_OUTSIDE = "draw them with torch, or pass them in"
 _PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
 _COMPILERS = tuple(str(Path(torch.__file__).parent / part) for part in ("_dynamo/convert_frame", "_functorch",
                                                                        "_inductor"))
+_TORCH = str(Path(torch.__file__).parent)
 _PATIENCE = 0.03  # seconds, in which a thread that waits for the interpreter gets it
 _QUIET = ("torch/_inductor/", "torch/utils/data/_utils/pin_memory.py", "tqdm/_monitor.py", "event_file_writer.py")
 
@@ -127,7 +129,7 @@ class Draws(Watcher):
         self.known: dict[int, Any] = {}
         self._mention: str | None = None
         self.bakes = any(generator.device.type == "cuda" for generator in self._generators)
-        self._rewound: dict[int, tuple[torch.Generator, bytes]] = {}
+        self._rewound: dict[int, torch.Generator] = {}
 
     def builtins(self) -> Mapping[str, SeesBuiltin]:
         """See Watcher."""
@@ -152,9 +154,9 @@ class Draws(Watcher):
             if drawn is not None:
                 return drawn[0](*drawn[1], **drawn[2])
         with self._moving(self._torch):
-            before = [_read(generator) for generator, _ in self._rewound.values()]
+            before = [_read(generator) for generator in self._rewound.values()]
             result = operation.function(*args, **kwargs)
-            if self._captured and before != [_read(generator) for generator, _ in self._rewound.values()]:
+            if self._captured and before != [_read(generator) for generator in self._rewound.values()]:
                 raise _drawn_again()
         return result
 
@@ -204,10 +206,6 @@ class Draws(Watcher):
             raise _frozen("random or numpy.random", self._mention or where)
         if alone and self._seeds != [generator.initial_seed() for generator in self._generators]:
             raise _seeded(where)
-        for generator, state in self._rewound.values():
-            if (alone or generator.device.type == "cuda") and _read(generator) != state:
-                raise CaptureError("captured code sets the state of a random generator and leaves it so: a replay "
-                                   "would not", where, "set it outside of the call")
 
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
@@ -246,8 +244,11 @@ class Draws(Watcher):
                               for other in torch.cuda.default_generators)
         if self._captured and shared and function.__name__ in ("manual_seed", "seed") and self._is_asked_for(frame):
             raise _seeded(user_line(frame))
-        if known and self._captured and self.bakes and not done and key not in self._rewound:
-            self._rewound[key] = function.__self__, _read(function.__self__)
+        if known and self._captured and self.bakes:
+            if not _puts_back(frame):
+                raise CaptureError("captured code sets the state of a random generator: a replay would not",
+                                   user_line(frame), "set it outside of the call, or use torch.random.fork_rng")
+            self._rewound[key] = function.__self__
         for state in known:
             state.note() if done else state.look()
 
@@ -331,7 +332,7 @@ class Redraw(Watcher):
             drawn = _with_generator(operation.function, args, kwargs, self._private_for)
             if drawn is not None:
                 return drawn[0](*drawn[1], **drawn[2])
-        with self._moved():
+        with self._moved(_drawing_devices(operation, args, kwargs)):
             return operation.function(*args, **kwargs)
 
     def states(self) -> list[torch.Tensor]:
@@ -343,27 +344,53 @@ class Redraw(Watcher):
         return None if generator is None else self._private.get(generator._cdata)  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
-    def _moved(self) -> Iterator[None]:
-        """Within the block the real generators are where the private ones are."""
+    def _moved(self, devices: set[str] | None) -> Iterator[None]:
+        """Within the block the real generators are where the private ones are. devices: types of those that may draw;
+        None = any."""
+        moved = {key: generator for key, generator in self._real.items()
+                 if devices is None or generator.device.type in devices}
         self._moving = True
-        now = {key: generator.get_state() for key, generator in self._real.items()}
+        now = {key: generator.get_state() for key, generator in moved.items()}
         try:
-            for key, generator in self._real.items():
+            for key, generator in moved.items():
                 generator.set_state(self._private[key].get_state())
             yield
         finally:
-            for key, generator in self._real.items():
+            for key, generator in moved.items():
                 self._private[key].set_state(generator.get_state())
                 generator.set_state(now[key])
             self._moving = False
 
 
+def _drawing_devices(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str] | None:
+    """Types of devices whose generators an operation may draw from; None = it could be any, as its code is unknown."""
+    if operation.moves:
+        return None
+    devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    return devices or None
+
+
+def _puts_back(frame: FrameType | None) -> bool:
+    """Whether code of torch sets a generator's state, which puts back in the end what it has found (a checkpoint,
+    `fork_rng`). frame: where it is set."""
+    while frame is not None and frame.f_code.co_name.startswith(("set_rng_state", "set_device_states")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
 def _alone() -> bool:
-    """Whether no other thread could draw. Some threads of libraries run nobody's code but their own."""
-    others = [thread.ident for thread in threading.enumerate() if thread.ident != threading.get_ident()]
+    """Whether no other thread could draw. Some threads of libraries run nobody's code but their own, and a thread that
+    Python did not begin (autograd's) runs none while it has no frame."""
+    others = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
     frames = sys._current_frames() if others else {}
     frames.pop(threading.get_ident(), None)  # this function's own frame has `frames`
-    return all(any(name in _first_file(frames.get(other or 0)) for name in _QUIET) for other in others)
+    return all(_is_quiet(thread, frames.get(thread.ident or 0)) for thread in others)
+
+
+def _is_quiet(thread: threading.Thread, frame: FrameType | None) -> bool:
+    if frame is None:
+        return isinstance(thread, threading._DummyThread)
+    return any(name in _first_file(frame) for name in _QUIET)
 
 
 def _first_file(frame: FrameType | None) -> str:

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 import torch
 
 from packgraph.graphs.exclusive import Launches
-from packgraph.graphs.gradients import GradientBuffer
-from packgraph.graphs.parameters import has_hooks
+from packgraph.graphs.gradients import GradientBuffer, cloned, with_local
+from packgraph.graphs.parameters import has_hooks, local_tensor
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def let_go(buffers: Iterable[GradientBuffer], launches: Launches) -> None:
             continue
         with launches:  # autograd adds nothing, or a hook would see a gradient that is none
             if buffer.is_grad():
-                buffer.parameter.grad = buffer.tensor.clone()
+                buffer.parameter.grad = cloned(buffer.tensor)
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
@@ -51,4 +51,5 @@ def _add_nothing(buffer: GradientBuffer) -> None:
     """
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(buffer.parameter).node
-        node(torch.zeros_like(buffer.tensor).neg_())  # type: ignore[operator]
+        nothing = torch.zeros_like(local_tensor(buffer.tensor)).neg_()
+        node(with_local(buffer.tensor, nothing))  # type: ignore[operator]

@@ -60,10 +60,6 @@ from packgraph.graphs.wrapper import Wrapper, wrapped
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
 SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
-_NOT_IN_CALLS = frozenset({"__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
-                           "__setstate__", "__init_subclass__", "__class_getitem__", "__copy__", "__deepcopy__",
-                           "__setattr__", "__delattr__", "__dir__", "__sizeof__"})
-_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
 _READ_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 _GLOBAL, _VARIABLE, _CLASS = "the global ", "the closure variable ", "the class attribute "
 
@@ -271,6 +267,8 @@ class Walk:
             self._add_function(function)
 
     def _add_function(self, function: types.FunctionType) -> None:
+        if function in (os.getenv, os.getenvb):
+            self._note_environment()
         if id(function) not in self._functions and function not in ASSUMED:
             self._functions[id(function)] = function
             self._pending.append(function)

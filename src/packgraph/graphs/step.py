@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
@@ -143,7 +144,7 @@ class GraphedStep:
             aliases = stack.enter_context(aliased_parameters(self.modules))
             owned = []
             for parameter in [p for p in self.modules.parameters() if p.requires_grad]:
-                owned.append(self._buffers.buffer(aliases.parameter_of[id(parameter)]))
+                owned.append(self._buffer(aliases.parameter_of[id(parameter)]))
                 parameter.grad = owned[-1].tensor
             with compiled_code(self.compiled):
                 read = self._rehearse(shown, journal)
@@ -155,6 +156,12 @@ class GraphedStep:
                 static = window.static(result)
                 del result
             return StepVariant(graph, inputs, static, owned, read)
+
+    def _buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
+        if parameter.grad is None and isinstance(parameter, DTensor):
+            raise CaptureError("a parameter that is a DTensor has no gradient yet: the first backward decides its "
+                               "placements", user_line(), "run a step eagerly, and set gradients to zero in place")
+        return self._buffers.buffer(parameter)
 
     def _rehearse(self, shown: Sequence[Any], journal: Any) -> list[torch.Tensor]:
         read: list[torch.Tensor] = []

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from packgraph.graphs.calls import Calls
 from packgraph.graphs.guard import CodeWatcher, shapes_only
 from packgraph.graphs.host_calls import Unseen
 from packgraph.graphs.operations import PLAIN_TENSORS, flat, operands_of, operation_of, storages, tensors_of
@@ -21,12 +22,13 @@ class Uses(CodeWatcher):
         storages: Of all that operations read or write, the window's own among them.
         addresses: Where all that is written begins.
         draws: Whether an operation draws random numbers.
+        calls: Gets the operations; None = nobody asks.
     """
 
-    def __init__(self, made: set[int]) -> None:
+    def __init__(self, made: set[int], calls: Calls | None = None) -> None:
         """made: Storages that were made in the same window; those of this graph are added."""
         super().__init__()
-        self._made = made
+        self._made, self.calls = made, calls
         self.reads: dict[Place, torch.Tensor] = {}
         self.writes: dict[Place, torch.Tensor] = {}
         self.uncounted: set[Place] = set()
@@ -46,6 +48,8 @@ class Uses(CodeWatcher):
         with Unseen():
             self.draws = self.draws or operation.draws
             operands = operands_of(args, kwargs)
+            if self.calls is not None:
+                self.calls.called(operation, operands)
             if not operation.is_view:
                 self.storages.update(storages(operands))
                 self._note(self.reads, operands)

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import types
+from os import environ, getenv
 
 import torch
 from corpus.entry import Own, add
@@ -43,6 +44,12 @@ def second_helper(x):
 
 
 helper, activation = first_helper, torch.tanh
+
+
+def _getenv_inside():
+    from os import getenv as read
+
+    return read("PACKGRAPH_CORPUS_SCALE")
 
 
 def defaults(x, scale=1.0):
@@ -130,6 +137,18 @@ case(
     lambda m, x: m.linear(x) * float(os.environ["PACKGRAPH_CORPUS_SCALE"]),
     lambda m: os.environ.__setitem__("PACKGRAPH_CORPUS_SCALE", "2.0"),
 )
+for reading, value in (
+    ("getenv by name", lambda: getenv("PACKGRAPH_CORPUS_SCALE")),
+    ("environ by name", lambda: environ["PACKGRAPH_CORPUS_SCALE"]),
+    ("environ.get kept", lambda get=os.environ.get: get("PACKGRAPH_CORPUS_SCALE")),
+    ("getenv kept", lambda get=os.getenv: get("PACKGRAPH_CORPUS_SCALE")),
+    ("getenv in the function", lambda: _getenv_inside()),
+):
+    case(
+        f"environment variable, {reading}",
+        lambda m, x, value=value: m.linear(x) * float(value()),
+        lambda m: os.environ.__setitem__("PACKGRAPH_CORPUS_SCALE", "2.0"),
+    )
 case("code of a function exchanged", lambda m, x: helper(m.linear(x)), lambda m: _exchange_code())
 add(GROUP, "class attribute", classy, mutate=lambda m: setattr(Classy, "scale", 2.0))
 add(GROUP, "class attribute of a base", classy, mutate=lambda m: setattr(Base, "inherited", 2.0))

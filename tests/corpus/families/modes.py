@@ -5,6 +5,7 @@ import contextlib
 import torch
 from corpus.entry import AUTOCAST_CALLS, WEIGHT_TWICE, Own, add, one, one_grad
 from torch import nn
+from torch.cuda import is_current_stream_capturing
 
 GROUP = "modes"
 
@@ -175,6 +176,18 @@ for label, act in {
         mutate=act,
         call=lambda m, a: m(a[0].to(m.linear.weight.dtype)),
         backward=lambda m, loss, outputs, arguments, step: loss.backward() if loss.requires_grad else None,
+    )
+for asking, is_captured in (
+    ("torch", lambda: torch.cuda.is_current_stream_capturing()),
+    ("torch, by name", lambda: is_current_stream_capturing()),
+    ("torch's C code", lambda: torch._C._cuda_isCurrentStreamCapturing()),
+    ("whether its stream is another", lambda: torch.cuda.current_stream().cuda_stream != 0),
+):
+    add(
+        GROUP,
+        f"asks whether it is captured, {asking}",
+        lambda is_captured=is_captured: Own(lambda m, x: m.linear(x) * (2.0 if x.is_cuda and is_captured() else 1.0)),
+        one,
     )
 add(GROUP, "training flag read", lambda: Own(lambda m, x: m.linear(x) * (2.0 if m.training else 1.0)), one)
 add(GROUP, "grad mode read", lambda: Own(lambda m, x: m.linear(x) * (2.0 if torch.is_grad_enabled() else 1.0)), one)

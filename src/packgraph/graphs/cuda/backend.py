@@ -13,6 +13,7 @@ import torch
 from packgraph.graphs.backend import Result
 from packgraph.graphs.cuda.history import PoolHistory
 from packgraph.graphs.cuda.lanes import CudaLanes, pinned, streams_beside
+from packgraph.graphs.cuda.status import told_as_in_eager_calls
 from packgraph.graphs.cuda.workspaces import CublasWorkspaces
 from packgraph.graphs.guard import Journal
 from packgraph.graphs.host_calls import unwatched_calls
@@ -116,7 +117,8 @@ class CudaWindow:
         graph, pool = self._new_graph(), self.brief if brief else self.pool
         self.lanes.next_capture()
         # What the code calls was seen in the rehearsal.
-        with torch.cuda.stream(self.backend.stream), capturing_lanes(self.lanes), unwatched_calls():
+        with torch.cuda.stream(self.backend.stream), capturing_lanes(self.lanes), unwatched_calls(), \
+                told_as_in_eager_calls():
             pool.begin(graph)
             ended = False
             try:
@@ -239,12 +241,13 @@ class CudaBackend:
                 for graph in window.graphs:
                     graph.reset()
 
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Run once on the capture stream: library handles, workspaces and compiled kernels come to life here."""
+    def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
+        """Run once on the capture stream: library handles, workspaces and compiled kernels come to life here.
+        as_called: on the current stream instead."""
         self.workspaces.ensure()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(self.stream):
+            with contextlib.nullcontext() if as_called else torch.cuda.stream(self.stream):
                 run()
         finally:  # what was written to is put back on the current stream, after an error, too
             torch.cuda.current_stream(self.device).wait_stream(self.stream)

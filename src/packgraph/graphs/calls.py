@@ -1,0 +1,123 @@
+"""The operations that the code of a forward calls, in their order, with what they are given besides tensors.
+
+A graph holds those of the one run that was captured. So they are compared between runs with the same arguments: two
+rehearsals, which may not differ at all, and the capture, whose code could ask whether it is captured and go another way
+than in eager calls.
+"""
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+
+from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.operations import PLAIN_TENSORS, PLAIN_VALUES, Operation
+
+_OFFLOADING = str(Path(__file__).parent.parent / "offload") + os.sep
+VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
+_TWICE = ("two runs of forward with the same arguments", "a replay would always do the same")
+_CAPTURED = ("a run of forward and its capture, with the same arguments,",
+             "it may ask whether it is captured, which an eager call is not")
+
+
+class Line(NamedTuple):
+    """A place in the user's code, cheap to take."""
+
+    code: CodeType
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename}:{self.number} in {self.code.co_name}"
+
+
+_Call = tuple[tuple[Any, ...], Line | str]
+
+
+class Calls:
+    """What one run has called."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._files: dict[str, bool] = {}
+
+    def called(self, operation: Operation, operands: Sequence[Any]) -> None:
+        """The code of a forward calls an operation."""
+        facts = (operation.shown, *map(_fact, operands))
+        if operation.function is torch.ops.aten.lift_fresh.default and operands[0].device.type == "cpu":
+            with torch._C.DisableTorchFunction():  # ours: it reads no tensor that an operation has made
+                facts += (repr(operands[0].tolist()),)
+        self._calls.append((facts, self.line()))
+
+    def note(self, facts: tuple[Any, ...]) -> None:
+        """Something else that has to be the same in every run."""
+        self._calls.append((facts, user_line()))
+
+    def same_as(self, other: "Calls") -> bool:
+        """Whether both runs called the same."""
+        return [call for call, _ in self._calls] == [call for call, _ in other._calls]
+
+    def difference(self, other: "Calls") -> CaptureError | None:
+        """The error that says where this run differs from an earlier one."""
+        return _difference(self._calls, other._calls, *_TWICE)
+
+    def difference_of_capture(self, other: "Calls") -> CaptureError | None:
+        """The error that says where this run, which is captured, differs from an earlier one, which was not."""
+        return _difference(self._operations(), other._operations(), *_CAPTURED)
+
+    def _operations(self) -> list[_Call]:
+        return [call for call in self._calls if call[0][0] != "returns" and not is_of_offloading(call[1])]
+
+    def line(self) -> Line | str:
+        """Where the user's code is now."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name not in self._files:
+                self._files[name] = is_user_file(name)
+            if self._files[name]:
+                return Line(frame.f_code, frame.f_lineno)
+            frame = frame.f_back  # type: ignore[assignment]
+        return "the autograd engine"
+
+
+def _fact(operand: Any) -> Any:
+    """What of an operand has to be the same in both rehearsals."""
+    if type(operand) in PLAIN_VALUES:
+        return type(operand), operand
+    if type(operand) in PLAIN_TENSORS or isinstance(operand, torch.Tensor):
+        return tuple(operand.shape), operand.dtype, operand.device
+    if isinstance(operand, float | complex):
+        return type(operand), repr(operand)  # NaN is not equal to itself
+    if isinstance(operand, int | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return type(operand), operand
+    return type(operand)
+
+
+def is_of_offloading(line: Line | str) -> bool:
+    """Whether it is the engine's that copies to the host and back: those are operations of its own, elsewhere in a
+    capture than in other runs."""
+    return isinstance(line, Line) and line.code.co_filename.startswith(_OFFLOADING)
+
+
+def _difference(later: Sequence[_Call], earlier: Sequence[_Call], runs: str, why: str) -> CaptureError | None:
+    """In words how one run's calls differ from those of an earlier one."""
+    for (mine, line), (theirs, _) in zip(later, earlier, strict=False):
+        if mine != theirs:
+            return CaptureError(f"{runs} {_different_calls(theirs, mine)}: {why}", str(line), VARIES)
+    if len(later) != len(earlier):
+        longer, shared = max(later, earlier, key=len), min(len(later), len(earlier))
+        return CaptureError(f"of {runs} one went on with {longer[shared][0][0]}, the other did not: {why}",
+                            str(longer[shared][1]), VARIES)
+    return None
+
+
+def _different_calls(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
+    if mine[0] == theirs[0] and len(mine) == len(theirs):
+        one, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+        shown = f"{one[-1]} and then {other[-1]}" if isinstance(one, tuple) and isinstance(other, tuple) else \
+            f"{one} and then {other}"
+        return f"gave {mine[0]} other values, {shown}"
+    return f"called {mine[0]} and then {theirs[0]}"

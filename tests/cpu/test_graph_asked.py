@@ -1,0 +1,95 @@
+"""Code that asks whether it is captured, and goes another way then."""
+import sys
+import threading
+
+import pytest
+import torch
+from statekit import One
+
+from packgraph.graphs.cuda import status
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.recorder.backend import RecorderBackend
+from packgraph.graphs.state_kinds import assume_constant
+
+
+def is_in_a_capture():
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run_captured":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def another_operation(module, x):
+    return module.linear(x).relu() if is_in_a_capture() else module.linear(x).tanh()
+
+
+def another_number(module, x):
+    return module.linear(x) * (2.0 if is_in_a_capture() else 1.0)
+
+
+def one_more(module, x):
+    out = module.linear(x)
+    return out + 1.0 if is_in_a_capture() else out
+
+
+@pytest.mark.parametrize("function", [another_operation, another_number, one_more])
+def test_a_capture_that_goes_another_way_than_the_rehearsal_is_refused(function):
+    x = torch.randn(3, 4)
+    with pytest.raises(CaptureError, match="it may ask whether it is captured") as refused:
+        graph(One(function), warmup=0, strict=True)(x)
+    assert f"in {function.__name__}" in str(refused.value)
+    module = One(function)
+    graphed = graph(module, warmup=0)
+    with pytest.warns(UserWarning, match="it may ask whether it is captured"):
+        assert torch.equal(graphed(x), module(x))
+    assert graphed.stats.captured == 0
+
+
+def test_code_that_asks_for_its_stream_is_refused(monkeypatch):
+    """Captures have a stream of their own, and so has the first rehearsal; another one is on that of the call."""
+    stream, warm_up = ["of calls"], RecorderBackend.warm_up
+
+    def with_stream(backend, run, as_called=False):
+        stream[0] = "of calls" if as_called else "of captures"
+        warm_up(backend, run, as_called)
+        stream[0] = "of calls"
+
+    def of_the_stream(module, x):
+        return module.linear(x) * (1.0 if next(iter(assume_constant(stream))) == "of calls" else 2.0)
+
+    monkeypatch.setattr(RecorderBackend, "warm_up", with_stream)
+    with pytest.raises(CaptureError, match="two runs of forward with the same arguments gave aten"):
+        graph(One(of_the_stream), warmup=0, strict=True)(torch.randn(3, 4))
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """torch says that the current stream is captured, wherever it is asked."""
+    monkeypatch.setattr(status, "_is_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", status._is_capturing)
+
+
+def asked_by_torch():
+    found = {}
+    exec(compile("found = is_capturing()", torch.nn.__file__, "exec"),
+         {"is_capturing": torch.cuda.is_current_stream_capturing}, found)
+    return found["found"]
+
+
+@pytest.mark.usefixtures("capturing")
+def test_code_of_modules_is_told_that_it_is_not_captured():
+    elsewhere = []
+    with status.told_as_in_eager_calls():
+        with status.told_as_in_eager_calls():
+            assert not torch.cuda.is_current_stream_capturing()
+        assert not torch.cuda.is_current_stream_capturing()
+        assert asked_by_torch()
+        thread = threading.Thread(target=lambda: elsewhere.append(torch.cuda.is_current_stream_capturing()))
+        thread.start()
+        thread.join()
+    assert elsewhere == [True]
+    assert torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.graphs._cuda_isCurrentStreamCapturing is status._is_capturing
