@@ -45,7 +45,7 @@ def trained(folder: Path, settings: TrainConfig, factor: float, stop: StopReques
     run = poisoned(trainer(folder / "run", settings), factor, bad)
     if resume:
         run.resume()
-    summary = run.run(stop or StopRequest())
+    summary = run.run(StopRequest() if stop is None else stop)
     run.close()
     return run, summary
 
@@ -55,21 +55,21 @@ def rows(folder: Path) -> list[dict]:
 
 
 def usual(count: int) -> Spikes:
-    spikes = Spikes()
+    made = Spikes()
     for step in range(1, count + 1):
-        spikes.add(step, 3.0 + 0.01 * (step % 5), 1.0 + 0.05 * (step % 3))
-    return spikes
+        made.add(step, 3.0 + 0.01 * (step % 5), 1.0 + 0.05 * (step % 3))
+    return made
 
 
 def test_limits_are_robust_and_known_two_steps_later():
     assert usual(LEAST - 1).limits(10**6) == Limits()
-    spikes = usual(LEAST)
-    assert spikes.limits(LEAST + 1) == Limits(), "the step before is not known yet"
-    limits = spikes.limits(LEAST + 2)
+    known = usual(LEAST)
+    assert known.limits(LEAST + 1) == Limits(), "the step before is not known yet"
+    limits = known.limits(LEAST + 2)
     assert 3.1 < limits.loss < 6 and 1.2 < limits.norm < 8 and 0 < limits.least_norm < 1e-5
     for step in range(LEAST + 1, LEAST + 6):  # a few that went wrong move the limits by little
-        spikes.add(step, 1e5, 1e5)
-    assert spikes.limits(10**6).loss < 2 * limits.loss
+        known.add(step, 1e5, 1e5)
+    assert known.limits(10**6).loss < 2 * limits.loss
 
 
 @pytest.mark.parametrize(("loss", "norm", "said"), [
@@ -84,11 +84,11 @@ def test_what_is_a_spike(loss, norm, said):
 
 
 def test_state_is_json_and_comes_back():
-    spikes = usual(80)
-    spikes.seen = 3
-    assert spikes.is_best(80) and not spikes.is_best(80)
-    again = Spikes.restored(json.loads(json.dumps(spikes.state())))
-    assert again.limits(90) == spikes.limits(90) and again.state() == spikes.state() and again.best_step == 80
+    known = usual(80)
+    known.seen = 3
+    assert known.is_best(80) and not known.is_best(80)
+    again = Spikes.restored(json.loads(json.dumps(known.state())))
+    assert again.limits(90) == known.limits(90) and again.state() == known.state() and again.best_step == 80
     assert Spikes.restored({}).limits(5) == Limits()
 
 
@@ -124,12 +124,30 @@ def test_a_step_that_went_wrong_is_left_out(tmp_path, graph, factor):
 def test_a_run_that_is_stopped_and_goes_on_is_bitwise_the_one_that_never_stopped(tmp_path, policy, stop_after):
     whole, told = trained(tmp_path / "whole", config(policy), 1e4)
     assert told["spikes"]["skipped" if policy == "skip" else "rolled_back"] == 1
-    trained(tmp_path / "parts", config(policy), 1e4, StopAfter(stop_after))
+    stopped, _ = trained(tmp_path / "parts", config(policy), 1e4, StopAfter(stop_after))
+    assert stopped.step < STEPS
     again, summary = trained(tmp_path / "parts", config(policy), 1e4, resume=True)
     equal(state_of(whole), state_of(again))
     assert summary["spikes"] == told["spikes"]
     losses = [[(row["step"], row["loss"]) for row in rows(tmp_path / name)] for name in ("whole", "parts")]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
+
+
+def test_the_limits_of_a_step_do_not_depend_on_when_they_are_asked_for(tmp_path, monkeypatch):
+    """At the launch and when its numbers are read, in a run that never stops and in one that does."""
+    found, limits = {}, Spikes.limits
+
+    def recorded(self, step):
+        found.setdefault(step, set()).add(limits(self, step))
+        return limits(self, step)
+
+    monkeypatch.setattr(Spikes, "limits", recorded)
+    trained(tmp_path / "whole", config("skip"), 1e4)
+    for steps, reached in ((20, 20), (4, 24), (5, 29), (50, STEPS)):
+        run, _ = trained(tmp_path / "parts", config("skip"), 1e4, StopAfter(steps), resume=reached > 20)
+        assert run.step == reached
+    assert all(len(values) == 1 for values in found.values()) and len(found) == STEPS
+    assert len(set.union(*found.values())) > 10
 
 
 def test_rollback_loads_the_checkpoint_and_takes_other_data(tmp_path):

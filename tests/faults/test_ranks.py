@@ -10,7 +10,6 @@ from packgraph.parallel.heartbeat import INTERVAL, LOST, Silence, is_broken_conn
 from packgraph.train.options import RunConfig
 
 
-
 def ended_well(found: faultkit.Outcome, *words: str) -> None:
     """The other rank has ended in time with one line that has these words, and no traceback."""
     assert found.seconds is not None and found.seconds < 15.0, found

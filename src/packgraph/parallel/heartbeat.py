@@ -183,7 +183,8 @@ class Heartbeat(Whereabouts):
         _heed_no_more()
         if isinstance(error, _Terminated) or is_broken_connection(error):
             self._broken = True
-            self._decided.wait(self._patience + 2 * INTERVAL)
+            # Who looks at the lost rank may have noticed nothing yet; but whoever was told to end was told with all.
+            self._decided.wait((BROKEN if isinstance(error, _Terminated) else self._patience) + 4 * INTERVAL)
             if self._end is not None:
                 self._say_farewell(self._end)
                 raise LostRankError(self._end.text) from error
