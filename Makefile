@@ -5,7 +5,7 @@
 BASE_PYTHON ?= python3
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test test-fast test-ranks lint check-python
+.PHONY: help setup train verify test test-fast test-ranks faults lint check-python
 
 ifdef PACKGRAPH_PYTHON
 PYTHON := $(PACKGRAPH_PYTHON)
@@ -31,7 +31,7 @@ help:
 	@echo "make verify     compare eager and graph training, bit by bit"
 	@echo "make test       tests on one process, and some on several    make test-fast  without the slow ones"
 	@echo "make test-ranks all tests on several processes               make lint       ruff and mypy"
-	@echo "make setup      only the set-up"
+	@echo "make faults     ranks that die, stop or fail: every phase    make setup      only the set-up"
 
 setup: $(DEV_READY)
 
@@ -54,6 +54,10 @@ test-fast: $(DEV_READY)
 test-ranks: $(DEV_READY)
 	$(call need,pytest)
 	$(PYTHON) -m pytest tests -m "dist and not gpu and not core" $(WORKERS) $(ARGS)
+
+# About 20 s a case; ARGS choose: make faults ARGS="tp kill save plain"
+faults: $(DEV_READY)
+	$(PYTHON) tests/faults/matrix.py $(ARGS)
 
 lint: $(DEV_READY)
 	$(call need,ruff)

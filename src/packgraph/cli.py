@@ -160,12 +160,14 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     with _no_lost_ctrl_c():
         from packgraph.graphs.errors import CaptureError
         from packgraph.models.hf import WeightsError
+        from packgraph.parallel.heartbeat import LOST, LostRankError
+        from packgraph.parallel.votes import LostPartnersError
         from packgraph.train.checkpoint_reader import CheckpointError
         from packgraph.train.config import ConfigError
         from packgraph.train.config_values import printable
         from packgraph.train.data import DataError
         from packgraph.train.run_files import RunFileError
-        from packgraph.train.trainer import NonFiniteLossError
+        from packgraph.train.trainer import NonFiniteLossError, SpikeError
 
     try:
         _check_words(words)
@@ -173,9 +175,15 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     except (ConfigError, DataError, CheckpointError, CaptureError, RunFileError, WeightsError) as error:
         print(printable(f"packgraph: error: {error}"), file=sys.stderr)
         return USER_ERROR
-    except NonFiniteLossError as error:
+    except (NonFiniteLossError, SpikeError) as error:
         print(printable(f"packgraph: training failed: {error}"), file=sys.stderr)
         return FAILED
+    except LostPartnersError as error:
+        print(printable(f"packgraph: error: {error}"), file=sys.stderr)
+        return FAILED
+    except LostRankError as error:
+        print(printable(f"packgraph: error: {error}"), file=sys.stderr, flush=True)
+        os._exit(LOST)  # process groups that are freed would wait for the rank that is lost
 
 
 def _check_words(words: list[str]) -> None:

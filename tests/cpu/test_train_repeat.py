@@ -25,13 +25,14 @@ class Crowded:
 def repeats(overflow) -> Repeats:
     executor = types.SimpleNamespace(train_step=lambda *_: (torch.zeros(()), torch.zeros(())), rebuild=lambda: None,
                                      free_graphs=lambda bucket: None)
-    return Repeats(executor, types.SimpleNamespace(overflow=overflow), torch.device("cpu"))
+    return Repeats(executor, types.SimpleNamespace(overflow=overflow, guard=None, set_limits=lambda limits: None),
+                   torch.device("cpu"))
 
 
 def make_until_it_fits(steps: Repeats) -> int:
     loss, _ = steps.launch([], 1, 1e-3)
     attempts = 1
-    while steps.blocked(loss):
+    while steps.verdicts(loss)[0]:
         _, ((loss, _, _),) = steps.again()
         attempts += 1
     return attempts

@@ -197,8 +197,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
 def _poison_after(run: Trainer, step: int) -> Any:
     original = run.optimizer.step
 
-    def stepped(rate: float) -> torch.Tensor:
-        norm = original(rate)
+    def stepped(rate: float, loss: torch.Tensor | None = None) -> torch.Tensor:
+        norm = original(rate, loss)
         if run.step + 1 == step:
             with torch.no_grad():
                 next(iter(run.model.parameters()))[0].fill_(float("nan"))

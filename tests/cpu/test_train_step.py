@@ -83,8 +83,8 @@ def test_a_learning_rate_that_was_baked_would_be_seen(tmp_path, monkeypatch):
 
 
 def test_strict_stops_where_a_step_cannot_be_one_graph(tmp_path, monkeypatch):
-    def with_a_sync(self: Optimizer) -> torch.Tensor:
-        norm = update(self)
+    def with_a_sync(self: Optimizer, loss: torch.Tensor | None = None) -> torch.Tensor:
+        norm = update(self, loss)
         assert float(norm) > 0
         return norm
 

@@ -40,24 +40,25 @@ class Launch:
 
 
 @contextlib.contextmanager
-def processes(layout: Layout, device: torch.device, launch: Launch, timeout: datetime.timedelta = TIMEOUT
-              ) -> Iterator[Mesh]:
+def processes(layout: Layout, device: torch.device, launch: Launch, timeout: datetime.timedelta = TIMEOUT,
+              store: Any = None) -> Iterator[Mesh]:
     """Within the block all processes of `launch` are connected; yields the mesh. device: this process's own.
 
-    timeout: how long a collective may wait for a process that does not come. Raises ValueError with all reasons when
-    the layout does not fit the number of processes.
+    timeout: how long a collective may wait for a process that does not come. store: where they have met already, None =
+    they meet here. Raises ValueError with all reasons when the layout does not fit the number of processes.
     """
     layout.resolved(launch.world)
     if launch.world == 1:
         yield single_process()
         return
+    place = {} if store is None else {"store": store, "rank": launch.rank, "world_size": launch.world}
     if device.type == "cuda":
         # Multicast memory is not freed when graphs that used it are; it must stay off before NCCL is loaded.
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **place)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **place)
     yield make_mesh(layout, device)
     # Not in a `finally`: after an error others may wait in a collective for ever, and so would we.
     gc.collect()

@@ -16,7 +16,7 @@ from packgraph.parallel.context import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
-from packgraph.parallel.votes import replica_vote, stage_vote
+from packgraph.parallel.votes import PATIENCE, replica_vote, stage_vote
 from packgraph.train.autotune import Autotune
 from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
 from packgraph.train.exchange_buffers import make_buffers
@@ -77,7 +77,9 @@ def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device,
     config = with_context_buckets(config)
     executor = _make_executor(model, config, device, mesh)
     executor.everyone = mesh.everyone()
-    executor.vote_by(stage_vote(mesh), replica_vote(mesh))
+    # A partner of a failed capture has begun its own at the same time; only compiling may take it much longer.
+    patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout
+    executor.vote_by(stage_vote(mesh, patience), replica_vote(mesh, patience))
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
         executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor,

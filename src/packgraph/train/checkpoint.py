@@ -9,6 +9,7 @@ full names and places, so a checkpoint can be read at any other layout; rank 0 a
       .writing-step-00000100/   written and fsynced here, then renamed
       step-00000100/            .metadata  __RANK_N.distcp  state.json (`checkpoint_state.py`)
       latest                    name of the newest whole checkpoint, replaced atomically
+      best                      name of the one with the lowest loss, which stays
 
 Checkpoints are ordered by step: clocks can be set back. A run that went back to a lower step has left what it had
 computed after it, as metrics.jsonl is cut there, too. So its next save removes the checkpoints of higher steps: all
@@ -26,6 +27,7 @@ import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from packgraph.parallel.heartbeat import is_broken_connection
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import from_all, on_first
 from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
@@ -34,25 +36,27 @@ from packgraph.train.config_values import shown
 from packgraph.train.run_files import sync_folder, write_synced
 
 LATEST = "latest"
+BEST = "best"
 WRITING = ".writing-"
 REPLACED = ".replaced-"
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any],
-                    keep: int, mesh: Mesh | None = None) -> Path:
-    """Write the checkpoint of `step` and keep the newest `keep`. Returns its folder. All processes of `mesh` call it.
+                    keep: int, mesh: Mesh | None = None, best: int | None = None) -> Path:
+    """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is one. Collective.
 
     tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank 0's is written.
-    Source of the rename protocol: POSIX rename(2) is atomic within a file system. Raises CheckpointError (full disk, no
-    permission, shards of other ranks that rank 0 does not see) on all ranks; the earlier ones stay as they are.
+    Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2) is atomic within a file system.
+    Raises CheckpointError (full disk, no permission, shards of other ranks that rank 0 does not see) on all ranks; the
+    earlier ones stay as they are. A connection to another rank that breaks is no such error, and is raised as it is.
     """
     mesh = mesh or single_process()
-    name = f"step-{step:08d}"
+    name = _name(step)
     writing = folder / (WRITING + name)
     try:
         on_first(mesh, lambda: _begin_writing(folder, writing), OSError)
         _write_tensors(writing, tensors)
-        on_first(mesh, lambda: _finish_writing(folder, writing, step, state, keep), OSError, CheckpointError)
+        on_first(mesh, lambda: _finish_writing(folder, writing, step, state, keep, best), OSError, CheckpointError)
     except CheckpointError:
         # Where the folder is not shared, each rank has one of its own.
         shutil.rmtree(writing, ignore_errors=True)
@@ -75,7 +79,8 @@ def _begin_writing(folder: Path, writing: Path) -> None:
     writing.mkdir()
 
 
-def _finish_writing(folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int) -> None:
+def _finish_writing(folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int,
+                    best: int | None) -> None:
     """Describe what was written, give it its name, make it the latest and remove the oldest."""
     describe(writing, step, state)
     sync_folder(writing)
@@ -83,22 +88,39 @@ def _finish_writing(folder: Path, writing: Path, step: int, state: Mapping[str, 
     if (folder / name).exists():
         (folder / name).rename(folder / (REPLACED + name))
     writing.rename(folder / name)
-    write_synced(folder / (WRITING + LATEST), name + "\n")
-    os.replace(folder / (WRITING + LATEST), folder / LATEST)
+    _point(folder, LATEST, name)
+    if best is not None and (folder / _name(best)).is_dir():
+        _point(folder, BEST, _name(best))
     sync_folder(folder)
     remove_leftovers(folder)
-    _prune(folder, step, keep)
+    _prune(folder, step, keep, best)
+
+
+def _point(folder: Path, pointer: str, name: str) -> None:
+    write_synced(folder / (WRITING + pointer), name + "\n")
+    os.replace(folder / (WRITING + pointer), folder / pointer)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint `latest` names, else the one with the highest step; None when there is none."""
     _restore_replaced(folder)
-    pointer = folder / LATEST
-    if pointer.is_file():
-        named = folder / Path(pointer.read_text(encoding="utf-8", errors="replace").strip()).name
-        if step_of(named) is not None and named.is_dir():
-            return named
-    return next(iter(checkpoints_by_step(folder)), None)
+    return _pointed(folder, LATEST) or next(iter(checkpoints_by_step(folder)), None)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint `best` names; None when there is none."""
+    return _pointed(folder, BEST)
+
+
+def _pointed(folder: Path, pointer: str) -> Path | None:
+    if not (folder / pointer).is_file():
+        return None
+    named = folder / Path((folder / pointer).read_text(encoding="utf-8", errors="replace").strip()).name
+    return named if step_of(named) is not None and named.is_dir() else None
 
 
 class FoundCheckpoint(NamedTuple):
@@ -184,9 +206,13 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         with _single_process_is_meant():
             distributed_checkpoint.save(dict(tensors), storage_writer=PlainWriter(folder, sync_files=True))
     except CheckpointException as error:
+        if is_broken_connection(error):
+            raise
         failure = _first_failure(error)
         raise failure if isinstance(failure, OSError) else OSError(_short_of_space(folder, failure)) from error
     except RuntimeError as error:
+        if is_broken_connection(error):
+            raise
         raise OSError(_short_of_space(folder, error)) from error
 
 
@@ -239,10 +265,12 @@ def checkpoints_by_step(folder: Path) -> list[Path]:
                   key=lambda path: step_of(path) or 0, reverse=True)
 
 
-def _prune(folder: Path, newest: int, keep: int) -> None:
-    """Keep the `keep` highest steps up to `newest`, which was just saved; higher ones are of a history left behind."""
+def _prune(folder: Path, newest: int, keep: int, best: int | None) -> None:
+    """Keep the `keep` highest steps up to `newest`, which was just saved, and the best; higher ones are of a history
+    left behind."""
     known = checkpoints_by_step(folder)
-    kept = [path for path in known if (step_of(path) or 0) <= newest][:keep]
+    past = [path for path in known if (step_of(path) or 0) <= newest]
+    kept = past[:keep] + [path for path in past if step_of(path) == best]
     for path in known:
         if path not in kept:
             doomed = path.rename(folder / (WRITING + path.name))

@@ -116,7 +116,7 @@ class Executor:
         """
         optimizer.zero_grad()
         loss = self.run_step(batches, loss_tokens, optimizer.flat.overlap if optimizer.flat.group is not None else None)
-        return loss, optimizer.step(learning_rate)
+        return loss, optimizer.step(learning_rate, loss)
 
     def before_step(self, steps_done: int) -> bool:
         """Capture all graphs when `steps_done` (of this process) is the end of warm-up, and where others are wanted;

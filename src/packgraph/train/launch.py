@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.processes import Launch, on_first, processes
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config import ConfigError
@@ -103,9 +104,16 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
 
     asked: dotted names of the values that were given as options; see `check_same_run`.
     Returns the run's folder and its summary; only rank 0 writes and shows anything. Raises ConfigError, DataError,
-    CheckpointError, RunFileError and NonFiniteLossError; all of them say what to do.
+    CheckpointError, RunFileError, NonFiniteLossError and LostRankError; all of them say what to do. A process that
+    hangs in a collective because another one is lost ends without returning (`parallel/heartbeat.py`).
     """
     launch = Launch.read()
+    with signs_of_life(launch, config.run.timeout) as whereabouts:
+        return _train(config, asked, launch, whereabouts)
+
+
+def _train(config: TrainConfig, asked: Collection[str], launch: Launch, whereabouts: Whereabouts
+           ) -> tuple[Path, dict[str, Any]]:
     device = choose_device(config.run.device, launch)
     if config.run.deterministic:
         use_deterministic_kernels(device)
@@ -120,17 +128,18 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
     check_memory(config, device, available_memory(device, launch.local_world), world=launch.world, rank=launch.rank)
     # The folder was chosen before the processes meet, so all have looked before one of them creates it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
-    with processes(config.parallel.layout(), device, launch) as mesh, contextlib.ExitStack() as held, \
-            ProgressView(config.run.steps, config.run.log_every, console) as view, \
+    with processes(config.parallel.layout(), device, launch, store=whereabouts.store) as mesh, \
+            contextlib.ExitStack() as held, ProgressView(config.run.steps, config.run.log_every, console) as view, \
             stop_on_signals(config.run.max_minutes) as stop:
         chosen = folder
         folder = on_first(mesh, lambda: take_folder(chosen, config, held), ConfigError, RunFileError)
         begin_in(folder, mesh)
+        whereabouts.at("start")
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
         for note in prepared.notes:
             view.note(note)
-        trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh)
+        trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh, whereabouts)
         view.note(f"attention by {trainer.attention}")
         if isinstance(offloading := trainer.executor.prepare, Offloading):
             offloading.when_planned = partial(report_offloading, mesh=mesh, folder=folder, note=view.note)

@@ -17,8 +17,8 @@ from torch import Tensor
 from packgraph.train.run_files import parse_json, sync_folder, write_synced, writing
 
 METRICS = "metrics.jsonl"
-# What a row must have to be one.
-NEEDED = {"step": (int,), "loss": (float, int), "tokens": (int,), "places": (int,), "seconds": (float, int),
+# What a row must have to be one. A loss that is no number is null.
+NEEDED = {"step": (int,), "loss": (float, int, type(None)), "tokens": (int,), "places": (int,), "seconds": (float, int),
           "starting": (bool,)}
 
 
@@ -83,7 +83,7 @@ class MetricsLog:
             self._stream.flush()
         with writing(self._board_path):
             for name, value in row.items() if self._board is not None else ():
-                if name != "step":
+                if name != "step" and value is not None:
                     self._board.add_scalar(f"train/{name}", value, row["step"])
 
     def sync(self) -> None:
@@ -107,8 +107,8 @@ class RowsOnly:
 
     has_board = True
 
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, rows: Sequence[dict[str, Any]] = ()) -> None:
+        self.rows: list[dict[str, Any]] = list(rows)
         self.damaged: list[int] = []
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -158,14 +158,17 @@ def _open_board(path: Path, last_step: int) -> Any:
 def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[str, Any]:
     """The figures of a summary that follow from the rows of all steps.
 
-    loss_first and loss_last are means over the first and last `loss_window` steps: `window`, or a quarter of the run
-    if that is less (at least one). A resumed run keeps the loss_first of its earlier summary.
+    loss_first and loss_last are means over the first and last `loss_window` steps whose update was not left out:
+    `window`, or a quarter of the run if that is less (at least one). A resumed run keeps the loss_first of its earlier
+    summary.
     tokens_per_second leaves out a run's first step, the one that captured and those timed for a choice.
     """
     if not rows:
         return {"steps": 0, "tokens": 0}
-    count = max(1, min(window, len(rows) // 4))
-    losses = [row["loss"] for row in rows]
+    losses = [row["loss"] for row in rows if not row.get("skipped")]
+    if not losses:
+        return {"steps": rows[-1]["step"], "tokens": sum(row["tokens"] for row in rows)}
+    count = max(1, min(window, len(losses) // 4))
     steady = [row for row in rows if not row["starting"]] or list(rows)
     tokens, places = sum(row["tokens"] for row in rows), sum(row["places"] for row in rows)
     return {

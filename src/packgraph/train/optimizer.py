@@ -18,6 +18,7 @@ from packgraph.parallel.ties import tie_groups
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.options import OptimizerConfig
 from packgraph.train.overflow import Overflow
+from packgraph.train.spikes import Limits
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 
@@ -32,6 +33,7 @@ class Optimizer:
 
     balance: ExpertBalance | None = None  # moves the routers' biases, as a part of every update
     overflow: Overflow | None = None  # says on the device when an update must change nothing
+    guard: Tensor | None = None  # limits of loss, norm and least norm, beyond which an update changes nothing: `watch`
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig,
                  mesh: Mesh | None = None) -> None:
@@ -60,17 +62,30 @@ class Optimizer:
         """Zero all gradients in place; a gradient that is None gets its place in the buffer back."""
         self.flat.zero_gradients()
 
-    def step(self, learning_rate: float) -> Tensor:
-        """Reduce, clip and update once. Returns the global gradient norm before clipping, float32 [] on the device."""
+    def step(self, learning_rate: float, loss: Tensor | None = None) -> Tensor:
+        """Reduce, clip and update once. Returns the global gradient norm before clipping, float32 [] on the device.
+
+        loss: of the step on this replica, float32 [] on the device; needed where there is a `guard`.
+        """
         self.set_learning_rate(learning_rate)
-        return self.update()
+        return self.update(loss)
+
+    def watch(self) -> None:
+        """From now on updates change nothing whose loss or gradient norm lies outside of `set_limits`."""
+        self.guard = torch.tensor(Limits(), dtype=torch.float32, device=self.learning_rate.device)
+        self.spiked = torch.zeros_like(self.learning_rate)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Write the limits of the next update to the device, where there is a `guard`."""
+        for number, limit in enumerate(limits if self.guard is not None else ()):
+            self.guard[number].fill_(limit)  # type: ignore[index]
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Write the rate of the next update to the device, where the update (captured or not) reads it."""
         self.learning_rate.fill_(learning_rate)
 
     @torch.no_grad()
-    def update(self) -> Tensor:
+    def update(self, loss: Tensor | None = None) -> Tensor:
         """`step` with the learning rate as it was set. Launches the same work every time, so it can be captured."""
         self.flat.reduce()
         narrow = [(span, master) for span, master in zip(self.flat.spans, self._masters, strict=True)
@@ -78,12 +93,18 @@ class Optimizer:
         if narrow:
             torch._foreach_copy_([_gradient(master) for _, master in narrow],
                                  [span.own_gradients for span, _ in narrow])
-        norm = self._norm()
+        norm, total = self._norm(loss)
         if self._clip_norm is not None:
             scale = (self._clip_norm / (norm + TINY)).clamp(max=1.0)
             torch._foreach_mul_([_gradient(master) for master in self._masters], scale)
         self._steps.copy_(self._steps[:1].clone().expand_as(self._steps))  # a resumed run has loaded the first only
         blocked = self.overflow.agree() if self.overflow is not None else None
+        if self.guard is not None:
+            assert total is not None
+            most_loss, most_norm, least_norm = self.guard.unbind()
+            good = (total <= most_loss) & (norm <= most_norm) & (norm >= least_norm) & torch.isfinite(total + norm)
+            self.spiked.copy_(~good)
+            blocked = self.spiked if blocked is None else torch.maximum(blocked, self.spiked)
         self._adam.found_inf = blocked  # type: ignore[attr-defined]
         self._adam.step()
         if narrow:
@@ -109,16 +130,22 @@ class Optimizer:
         """This rank's live gradient buffers by parameter name: what its own microbatches have added up."""
         return {member.name: local_tensor(member.gradient) for member in self.flat.members()}
 
-    def _norm(self) -> Tensor:
-        """The norm of the gradient of the whole model; what several ranks have copies of counts once."""
+    def _norm(self, loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The norm of the gradient of the whole model; what several ranks have copies of counts once. Where there is a
+        guard, also the loss of the whole step."""
         counted = [_gradient(master) for span, master in zip(self.flat.spans, self._masters, strict=True)
                    if (span.sharded or self._mesh.place["tp"] == 0)
                    and (span.tied is None or dist.get_rank(span.sharers) == 0)]
         norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self.learning_rate)]
         total = torch.stack(list(norms)).square().sum()
+        if self.guard is not None:
+            assert loss is not None
+            # All stages and tensor parallel ranks know the loss of their rows: one of them tells it.
+            tells = self._mesh.place["tp"] == 0 and self._mesh.place["pp"] == 0
+            total = torch.stack([total, loss if tells else torch.zeros_like(loss)])
         if self._mesh.everyone() is not None:
             dist.all_reduce(total)
-        return total.sqrt()
+        return (total.sqrt(), None) if self.guard is None else (total[0].sqrt(), total[1])
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -222,10 +222,15 @@ class RunConfig:
     tokens_per_step: real tokens of an optimizer step; packs are taken until they are reached, so their number varies.
     log_every: steps between two lines of a log that is no terminal.
     checkpoint_every: steps between two checkpoints; there is always one at the end.
-    keep_checkpoints: newest checkpoints that are kept.
+    keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh: one command for
         first starts and restarts (torchrun --max-restarts, a requeued job).
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again; none = no limit.
+    timeout: seconds without a sign of life of a rank, or without an answer to a failed capture, after which all others
+        end with exit code 69; a rank that is stopped for less goes on.
+    on_spike: what happens to a step whose loss or gradient norm is far outside of those before: warn = say so and go
+        on, stop = the run ends, skip = its update is left out, rollback = back to the newest checkpoint and on with
+        other data. The last two do so, too, where loss or gradients are no numbers, which else ends the run.
     seed: seed of the weights and of dropout.
     init_from: folder with Hugging Face weights (Qwen3) that the run starts from, in their shape; none = fresh ones.
     dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the weights.
@@ -242,6 +247,8 @@ class RunConfig:
     keep_checkpoints: int = 3
     resume: bool | Literal["auto"] = False
     max_minutes: float | None = None
+    timeout: float = 10.0
+    on_spike: Literal["warn", "stop", "skip", "rollback"] = "warn"
     seed: int = 0
     init_from: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -253,6 +260,7 @@ class RunConfig:
         problems = {f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1 for name in counts}
         problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = \
             self.max_minutes is not None and self.max_minutes <= 0
+        problems[f"timeout must be at least 5 seconds, got {self.timeout}"] = self.timeout < 5
         bad_name = self.name is not None and (
             self.name.strip() in ("", ".", "..") or "/" in self.name or "\\" in self.name)
         problems[f"name must be the name of one folder, got {shown(self.name)}"] = bad_name

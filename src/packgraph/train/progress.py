@@ -12,8 +12,9 @@ from packgraph.train.config_values import printable
 
 def describe_row(row: Mapping[str, Any]) -> str:
     """The figures of one step in words; `row` as written to metrics.jsonl."""
+    loss = "no number" if row["loss"] is None else f"{row['loss']:.4f}"
     padding = 1 - row["tokens"] / row["places"]
-    return (f"loss {row['loss']:.4f}  {row['tokens'] / row['seconds']:,.0f} tokens/s  padding {padding:.1%}  "
+    return (f"loss {loss}  {row['tokens'] / row['seconds']:,.0f} tokens/s  padding {padding:.1%}  "
             f"replays {row['replayed']}  fallbacks {row['fallbacks']}")
 
 

@@ -15,17 +15,20 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.random_state import random_states, set_random_states
+from packgraph.train.spikes import Limits
 
 MOST = 5  # times that one step is made; room grows to what was needed, so a second time is rare
 
 
 @dataclass
 class Launched:
-    """A step as it was launched. share: this replica's packs. random: generators before it. made: times it was."""
+    """A step as it was launched. share: this replica's packs. limits: of its loss and gradient norm. random: generators
+    before it. made: times it was."""
 
     share: Sequence[PackedBatch]
     loss_tokens: int
     learning_rate: float
+    limits: Limits
     random: dict[str, Tensor]
     made: int = 0
 
@@ -38,24 +41,31 @@ class Repeats:
         self._open: deque[Launched] = deque()
         self.total = 0  # steps that were made again
 
-    def launch(self, share: Sequence[PackedBatch], loss_tokens: int, learning_rate: float) -> tuple[Tensor, Tensor]:
+    def launch(self, share: Sequence[PackedBatch], loss_tokens: int, learning_rate: float,
+               limits: Limits | None = None) -> tuple[Tensor, Tensor]:
         """Make a step: its loss on this replica and the gradient norm, float32 [] on the device."""
-        step = Launched(share, loss_tokens, learning_rate, {})
+        step = Launched(share, loss_tokens, learning_rate, limits or Limits(), {})
         self._open.append(step)
         return self._make(step)
 
-    def blocked(self, like: Tensor) -> Tensor:
-        """1 if the newest step changed nothing for want of room, else 0: [] on the device."""
-        overflow = self._optimizer.overflow
-        return torch.zeros_like(like) if overflow is None else overflow.blocked.clone()
+    def verdicts(self, like: Tensor) -> Tensor:
+        """Two numbers [2] on the device: 1 if the newest step changed nothing for want of room, else 0; and the same
+        because its loss or gradient norm was beyond its limits."""
+        overflow, optimizer = self._optimizer.overflow, self._optimizer
+        return torch.stack([torch.zeros_like(like) if overflow is None else overflow.blocked,
+                            torch.zeros_like(like) if optimizer.guard is None else optimizer.spiked])
 
     def confirm(self) -> None:
         """The oldest step is done with."""
         self._open.popleft()
 
+    def forget(self) -> None:
+        """None of the open steps counts: the run goes back to before them."""
+        self._open.clear()
+
     def again(self) -> tuple[str, list[tuple[Tensor, Tensor, Tensor]]]:
         """Make room, capture graphs of the new shapes and make all open steps again, in order. Collective; waits for
-        the device. Returns what was done, for a person, and loss, norm and `blocked` of each.
+        the device. Returns what was done, for a person, and loss, norm and verdicts of each.
 
         Raises RuntimeError when a step does not fit after several attempts.
         """
@@ -73,7 +83,7 @@ class Repeats:
                                    "more with --parallel.expert-room")
             self.total += 1
             loss, norm = self._make(step)
-            found.append((loss, norm, self.blocked(loss)))
+            found.append((loss, norm, self.verdicts(loss)))
         return told, found
 
     def _make(self, step: Launched) -> tuple[Tensor, Tensor]:
@@ -81,4 +91,5 @@ class Repeats:
         step.made += 1
         if self._optimizer.overflow is not None:
             self._optimizer.overflow.begin()
+        self._optimizer.set_limits(step.limits)
         return self._executor.train_step(step.share, step.loss_tokens, self._optimizer, step.learning_rate)

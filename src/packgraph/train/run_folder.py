@@ -30,7 +30,7 @@ FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard", "offload")
 # What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
 # Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
 FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_every", "run.checkpoint_every",
-                  "run.max_minutes",
+                  "run.max_minutes", "run.timeout",
                   "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
                   "graph.memory_budget",
                   "graph.strict", "graph.scope", "graph.granularity", "graph.optimizer", "graph.autotune", "data.path",
@@ -43,7 +43,7 @@ FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_
 DECAY = "optimizer.decay_steps"
 # What may be changed on the way by saying so: a loss that is no number asks for it, or a document that is bad.
 CHANGED_WHEN_ASKED = ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.min_learning_rate_fraction",
-                      "data.on_bad", DECAY)
+                      "data.on_bad", "run.on_spike", DECAY)
 
 
 def choose_folder(config: TrainConfig) -> Path:

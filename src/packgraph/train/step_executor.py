@@ -105,7 +105,7 @@ class StepExecutor(Executor):
                 loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
                 loss.backward()
-            return torch.stack([total, optimizer.update()])
+            return torch.stack([total, optimizer.update(total)])
 
         made = GraphedStep([self._model], run, graphed.capture_backend, device, compiled=graphed.compiles)
         made.vote = self._whole_vote

@@ -7,11 +7,13 @@ Several processes run the same loop over the same packs and take their share of 
 agree on. The invariants: a checkpoint never holds the state of a run whose loss or gradients are not finite, a run that
 goes on from one is bitwise the run that never stopped, and a stop by a signal comes between steps.
 """
+import contextlib
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,13 +21,15 @@ from torch import Tensor
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.stack import DecoderStack
+from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.processes import on_first
+from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.plan.learning_rate import learning_rate_at
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint import (
     FoundCheckpoint,
+    best_checkpoint,
     latest_checkpoint,
     load_tensors,
     newest_whole_checkpoint,
@@ -48,6 +52,7 @@ from packgraph.train.run_files import read_json, write_json, writing
 from packgraph.train.run_folder import SUMMARY
 from packgraph.train.sharing import Sharing
 from packgraph.train.signals import StopRequest
+from packgraph.train.spikes import MOST_IN_A_ROW, MOST_RETURNS, Spikes
 from packgraph.train.step import count_loss_tokens, take_step
 from packgraph.train.stored_config import CHECKPOINTS, CONFIG
 
@@ -55,10 +60,23 @@ RANDOM = "random."  # stored names of random states begin so; a rank needs only 
 COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
+KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
 
 
 class NonFiniteLossError(RuntimeError):
     """Loss, gradients or weights became NaN or infinite; the run stops and the last checkpoint stays."""
+
+
+class SpikeError(RuntimeError):
+    """Loss or gradient norm was far outside of the usual, and that is to end the run."""
+
+
+class _GoBack(Exception):
+    """A step went wrong, and the run is to go back to its newest checkpoint."""
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(what)
+        self.step = step
 
 
 @dataclass(frozen=True)
@@ -84,26 +102,33 @@ class Trainer:
     """Owns model, optimizer, data and executor of one run. `run` trains; `close` frees the graphs."""
 
     def __init__(self, config: TrainConfig, folder: Path, microbatches: Microbatches, device: torch.device,
-                 view: ProgressView, mesh: Mesh | None = None) -> None:
+                 view: ProgressView, mesh: Mesh | None = None, whereabouts: Whereabouts | None = None) -> None:
         """microbatches: the resumable iterator of packs on the host, the same on all processes of `mesh`.
 
-        Creates nothing in `folder` yet.
+        whereabouts: what other ranks are told of this one. Creates nothing in `folder` yet.
         """
         self.config, self.folder, self.microbatches = config, folder, microbatches
         self.device, self.view, self.mesh = device, view, mesh or single_process()
+        self._whereabouts = whereabouts or Whereabouts()
+        if config.parallel.dispatcher_name == "symmetric":
+            self._whereabouts.limit = TIMEOUT.total_seconds()  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
         self._sharing = Sharing.of(self.mesh, rank_tokens(config))
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
+        if config.run.on_spike == "skip":
+            self.optimizer.watch()
+        self.spikes = Spikes()
         self._repeats = Repeats(self.executor, self.optimizer, device)
         self.step = 0
+        self._made = 0  # steps that this process has launched
         self._resumed_at = 0
         self._fetch = LateFetch(device)
         self._last_end = 0.0
         self._saved_at = 0
-        self._position: dict[str, Any] = {}  # of the data, where the last whole step ended
+        self._positions: dict[int, dict[str, Any]] = {}  # of the data, after each of the newest steps
         self._others_stopped = False
         self._left_out = LeftOut(microbatches, view)
         self._graphs_before: dict[str, Any] = {}
@@ -125,6 +150,20 @@ class Trainer:
         path, step, state, damaged = on_first(self.mesh, self._find_checkpoint, CheckpointError)
         for told in damaged:
             self.view.note(f"{told}. It is passed over")
+        for told in self._load(path, step, state):
+            self.view.note(told)
+        for told in restore_room(self.model, self.config, self.mesh, state.get("experts", {})):
+            self.view.note(told)
+        self.microbatches.load_state_dict(state["data"])
+        self._graphs_before = state["graphs"]
+        self._summary_before = read_json(self.folder / SUMMARY)
+        self._resumed_at = step
+        self._whereabouts.checkpoint = str(path)
+        self.view.note(f"resumed from {path}")
+
+    def _load(self, path: Path, step: int, state: Mapping[str, Any]) -> list[str]:
+        """Take tensors, random states and what is known of spikes from a checkpoint. Returns notes for people."""
+        told = []
         random = random_states(self.device)
         stream = self._stream()
         if state.get("random_streams", ["random"]) == all_streams(self.mesh, sequence=self._splits_rows):
@@ -135,14 +174,10 @@ class Trainer:
             load_tensors(path, self.tensors(), RANDOM, self.mesh)
             seed = self.config.run.seed + step
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
-            self.view.note("saved at another layout: dropout goes on with new random numbers")
-        for told in restore_room(self.model, self.config, self.mesh, state.get("experts", {})):
-            self.view.note(told)
-        self.microbatches.load_state_dict(state["data"])
-        self._graphs_before = state["graphs"]
-        self._summary_before = read_json(self.folder / SUMMARY)
-        self.step = self._resumed_at = step
-        self.view.note(f"resumed from {path}")
+            told.append("saved at another layout: dropout goes on with new random numbers")
+        self.spikes = Spikes.restored(state.get("spikes", {}))
+        self.step = step
+        return told
 
     def _find_checkpoint(self) -> FoundCheckpoint:
         """The newest whole checkpoint. Raises CheckpointError."""
@@ -179,16 +214,15 @@ class Trainer:
         ended = COMPLETED
         try:
             self._saved_at, self._last_end = self.step, time.perf_counter()
-            while self.step < self.config.run.steps and not self._must_stop(stop):
-                if not self._one_step(stop):
-                    ended = DATA_ENDED
-                    break
-                self._report(log, leave=1)
-                if self.step % self.config.run.checkpoint_every == 0:
-                    self._save(log)
-            self._save(log)
+            if self.config.run.on_spike == "rollback" and not self._whereabouts.checkpoint:
+                self._write_checkpoint(log)  # to go back to
+            while (done := self._steps(log, stop)) is None:
+                log = self._reopened(log)
+            ended = done
         except DataError:
-            self._save(log, self._position)  # the data are in the middle of a step that will not be
+            if self._whereabouts.together(f"bad data after step {self.step}"):  # to save takes all ranks
+                with contextlib.suppress(_GoBack):  # the newest checkpoint stays
+                    self._save(log, self._position_after(self.step))  # the data are in the middle of another step
             raise
         finally:
             log.close()
@@ -201,6 +235,48 @@ class Trainer:
         if self.mesh.rank == 0:
             write_json(self.folder / SUMMARY, summary)
         return summary
+
+    def _steps(self, log: MetricsLog | RowsOnly, stop: StopRequest) -> str | None:
+        """Train to the end, and save there. Returns why it ended; None if the run has gone back to a checkpoint."""
+        ended = COMPLETED
+        try:
+            while self.step < self.config.run.steps and not self._must_stop(stop):
+                if not self._one_step(stop):
+                    ended = DATA_ENDED
+                    break
+                self._report(log, leave=1)
+                if self.step % self.config.run.checkpoint_every == 0:
+                    self._save(log)
+            self._save(log)
+        except _GoBack as found:
+            self._go_back(found)
+            return None
+        return ended
+
+    def _go_back(self, found: _GoBack) -> None:
+        """Load the newest checkpoint; the data go on after the step that went wrong. Collective.
+
+        Steps that were launched after that one are forgotten, and their data come again: what the host happened to
+        have launched does not count, so a resumed run goes the same way.
+        """
+        while len(self._fetch):
+            self._fetch.pop()
+        self._repeats.forget()
+        self.microbatches.load_state_dict(self._position_after(found.step))
+        spikes, wrong = self.spikes, self.step
+        path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        self._load(path, step, state)
+        self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
+        self.spikes.returns = spikes.returns + 1
+        self._saved_at, self._positions = step, {}
+        self.view.note(f"step {found.step}: {found}. Back to {path} ({wrong - step} steps), on with other data")
+
+    def _reopened(self, log: MetricsLog | RowsOnly) -> MetricsLog | RowsOnly:
+        """The log without the steps behind the one that the run has gone back to."""
+        log.close()
+        if isinstance(log, MetricsLog):
+            return MetricsLog(self.folder, last_step=self.step)
+        return RowsOnly([row for row in log.rows if row["step"] <= self.step])
 
     def close(self) -> None:
         """Free all graphs and their memory."""
@@ -227,36 +303,48 @@ class Trainer:
 
     def _one_step(self, stop: StopRequest) -> bool:
         """Launch one optimizer step; False when the data ended."""
+        self._enter_step()
         rows_timed = self._time_rows()
-        self._position = self.microbatches.state_dict()
+        self._positions[self.step] = self.microbatches.state_dict()
+        self._positions.pop(self.step - KEPT_POSITIONS, None)
         batches = take_step(self.microbatches, self.config.run.tokens_per_step)
         if not batches:
             return False
         self._left_out.watch()
-        captured = self.executor.before_step(self.step - self._resumed_at)
+        captured = self.executor.before_step(self._made)
+        if captured:
+            self._whereabouts.at("replay", self.step + 1)
         for told in self.executor.memory.notes if captured and self.executor.memory is not None else ():
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
         share = self._sharing.share(batches)
         learning_rate = self._learning_rate()
-        loss, norm = self._repeats.launch(share, count_loss_tokens(batches), learning_rate)
+        loss, norm = self._repeats.launch(share, count_loss_tokens(batches), learning_rate,
+                                          self.spikes.limits(self.step + 1))
         started, self._last_end = self._last_end, time.perf_counter()
         graphs = self._graphs()
         self.step += 1
+        self._made += 1
         record = StepRecord(
             step=self.step, learning_rate=learning_rate, microbatches=len(batches),
             tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
             replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
-            starting=captured or timed or rows_timed or self.step == self._resumed_at + 1)
-        self._fetch.push(record, self._numbers(loss, norm, self._repeats.blocked(loss), stop))
+            starting=captured or timed or rows_timed or self._made == 1)
+        self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
         return True
+
+    def _enter_step(self) -> None:
+        """Say what the next step is."""
+        done, graph = self._made, self.config.graph
+        phase = "warm-up" if done < graph.warmup else "capture" if done == graph.warmup else "replay"
+        self._whereabouts.at(phase if graph.enabled else "training", self.step + 1)
 
     def _time_rows(self) -> bool:
         """With the first step after the last capture done: measure what rows cost, and plan by that; whether it did.
         Collective."""
         steps, run = self.microbatches, self.config.run
         if not isinstance(steps, PlannedSteps) or steps.is_measured \
-                or self.step - self._resumed_at != self.executor.settles_after() + 1 \
+                or self._made != self.executor.settles_after() + 1 \
                 or not is_wanted(self.config.parallel.time_rows, self.device, run.deterministic):
             return False
         timed = time_row(self.executor, self.device, slowest_rank(self.mesh))
@@ -264,20 +352,21 @@ class Trainer:
             found = measured_cost(steps.request, self.config.model.vocab_size, timed)
         if found.cost is not None:
             steps.plan_by(found.cost)
+        self._positions = dict.fromkeys(self._positions, steps.state_dict())  # earlier steps had other plans
         self.view.note(found.note)
         return True
 
-    def _numbers(self, loss: Tensor, norm: Tensor, blocked: Tensor, stop: StopRequest | bool) -> Tensor:
-        """What is to be known of a step, float32 [4] on the device: loss, norm, how many processes want to stop, and
-        whether the step changed nothing because experts lacked room."""
+    def _numbers(self, loss: Tensor, norm: Tensor, verdicts: Tensor, stop: StopRequest | bool) -> Tensor:
+        """What is to be known of a step, float32 [5] on the device: loss, norm, how many processes want to stop, and
+        whether the step changed nothing because experts lacked room, or because of a spike."""
         if self.mesh.world == 1:
-            return torch.stack([loss, norm, torch.zeros_like(loss), blocked])
+            return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
         wish = torch.full_like(loss, float(bool(stop)))
         # All stages and tensor parallel ranks know the loss of their rows: one of them tells it.
         tells = self.mesh.place["tp"] == 0 and self.mesh.place["pp"] == 0
         totals = torch.stack([loss if tells else torch.zeros_like(loss), wish])
         dist.all_reduce(totals)
-        return torch.stack([totals[0], norm, totals[1], blocked])
+        return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts])
 
     def _learning_rate(self) -> float:
         options = self.config.optimizer
@@ -288,28 +377,66 @@ class Trainer:
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
         """Read the numbers of launched steps until `leave` of them are left on the device; write and show them."""
         while len(self._fetch) > leave:
-            record, (loss, norm, stopping, blocked) = self._fetch.pop()
+            record, (loss, norm, stopping, blocked, spiked) = self._fetch.pop()
             self._others_stopped = self._others_stopped or stopping > 0
             if blocked:
                 self._again(record)
                 continue
             self._repeats.confirm()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise NonFiniteLossError(self._not_finite(record.step, f"loss {loss}, gradient norm {norm}"))
-            row = {"step": record.step, "loss": loss, "gradient_norm": norm, "learning_rate": record.learning_rate,
-                   "tokens": record.tokens, "places": record.places, "microbatches": record.microbatches,
+            skipped = self._judge(record.step, loss, norm, spiked > 0)
+            row = {"step": record.step, "loss": _number(loss), "gradient_norm": _number(norm),
+                   "learning_rate": record.learning_rate, "tokens": record.tokens, "places": record.places,
+                   "microbatches": record.microbatches,
                    "replayed": record.replayed, "fallbacks": record.fallbacks, "seconds": record.seconds,
                    "starting": record.starting}
-            log.write(row)
+            log.write(row | ({"skipped": True} if skipped else {}))
             self.view.show(row)
+
+    def _judge(self, step: int, loss: float, norm: float, spiked: bool) -> bool:
+        """Hold a step against those before it. Returns whether its update was left out.
+
+        spiked: the device has left it out. Raises NonFiniteLossError, SpikeError and _GoBack.
+        """
+        spikes, policy = self.spikes, self.config.run.on_spike
+        problem = spikes.problem(step, loss, norm)
+        if problem is None and not spiked:
+            spikes.add(step, loss, norm)
+            return False
+        problem = problem or f"loss {loss:.5g}, gradient norm {norm:.5g} are at the limit of the usual"
+        if policy == "rollback":
+            self._must_go_back(step, problem)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        spikes.seen += 1
+        if spiked:
+            spikes.skipped += 1
+            spikes.in_a_row += 1
+            if spikes.in_a_row >= MOST_IN_A_ROW:
+                raise SpikeError(self._how_to_go_on(step, f"{problem}; the updates of {MOST_IN_A_ROW} steps in a row "
+                                                    "were left out"))
+            self.view.note(f"step {step}: {problem}. Its update is left out")
+            return True
+        if not finite:
+            raise NonFiniteLossError(self._how_to_go_on(step, problem))
+        if policy == "stop":
+            raise SpikeError(self._how_to_go_on(step, problem))
+        spikes.add(step, loss, norm)
+        self.view.note(f"step {step}: {problem}")
+        return False
+
+    def _must_go_back(self, step: int, problem: str) -> NoReturn:
+        """Raise _GoBack, or SpikeError where that has not helped."""
+        if self.spikes.returns >= MOST_RETURNS:
+            raise SpikeError(self._how_to_go_on(step, f"{problem}; the run has gone back to one checkpoint "
+                                                f"{MOST_RETURNS} times already"))
+        raise _GoBack(step, problem)
 
     def _again(self, record: StepRecord) -> None:
         """Make the step of `record` and what was launched after it again, with more room."""
         records = [record, *(self._fetch.pop()[0] for _ in range(len(self._fetch)))]
         told, made = self._repeats.again()
         self.view.note(f"step {record.step} is made again: {told}")
-        for again, (loss, norm, blocked) in zip(records, made, strict=True):
-            self._fetch.push(replace(again, starting=True), self._numbers(loss, norm, blocked, self._others_stopped))
+        for again, (loss, norm, verdicts) in zip(records, made, strict=True):
+            self._fetch.push(replace(again, starting=True), self._numbers(loss, norm, verdicts, self._others_stopped))
 
     def _save(self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None) -> None:
         """Checkpoint the current step once, after all its numbers and all weights were found finite.
@@ -324,29 +451,44 @@ class Trainer:
         if self.mesh.everyone() is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         if not math.isfinite(largest.item()):
-            raise NonFiniteLossError(self._not_finite(self.step, "a weight is not finite"))
+            if self.config.run.on_spike == "rollback":
+                self._must_go_back(self.step, "a weight is not finite")
+            raise NonFiniteLossError(self._how_to_go_on(self.step, "a weight is not finite"))
+        self._write_checkpoint(log, position)
+
+    def _write_checkpoint(self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None) -> None:
+        self._whereabouts.at("save", self.step)
+        self.spikes.is_best(self.step)
+        self.spikes.returns = 0
         stream = self._stream()
         tensors = self.tensors() | {f"{stream}.{name}": value for name, value in random_states(self.device).items()}
         self._saved_at = self.step
         state = {"data": position or self.microbatches.state_dict(), "random_device": self.device.type,
                  "random_streams": all_streams(self.mesh, sequence=self._splits_rows), "graphs": self._graphs(),
                  "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
-                 "config": self._stored_config()}
+                 "config": self._stored_config(), "spikes": self.spikes.state()}
         log.sync()
-        save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
-                        self.mesh)
+        saved = save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
+                                self.mesh, self.spikes.best_step)
+        self._whereabouts.checkpoint = str(saved)
 
-    def _not_finite(self, step: int, what: str) -> str:
-        kept = latest_checkpoint(self.folder / CHECKPOINTS)
+    def _position_after(self, step: int) -> dict[str, Any]:
+        """Where the data were after `step`, one of the newest."""
+        return self._positions.get(step) or self.microbatches.state_dict()
+
+    def _how_to_go_on(self, step: int, what: str) -> str:
+        kept, best = (find(self.folder / CHECKPOINTS) for find in (latest_checkpoint, best_checkpoint))
+        lowest = "" if best in (None, kept) else f", that of the lowest loss {best}"
         return (f"step {step}: {what}. Training stopped; "
-                + (f"the last good checkpoint is {kept}. Go on from it with a lower learning rate: --resume "
+                + (f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning rate: --resume "
                    if kept else "there is no checkpoint yet. Start again with a lower learning rate: ")
                 + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} (or a lower "
                 "--optimizer.clip-norm), or look at the data of this step")
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         summary = {"ended": ended, "device": str(self.device)} | summarize(log.rows) | {
-            "documents": self._left_out.counts()} | self.executor.summary() | self._graphs()
+            "spikes": self.spikes.counts(), "documents": self._left_out.counts()}
+        summary |= self.executor.summary() | self._graphs()
         if isinstance(self.microbatches, PlannedSteps):
             summary["context"] = self.microbatches.summary()
         if "loss_first" in self._summary_before:  # the mean over more steps, of a longer run, would be another one
@@ -360,3 +502,8 @@ class Trainer:
     def _finished_summary(self) -> dict[str, Any] | None:
         """The summary in the folder if it is that of the step this run has reached, else None."""
         return self._summary_before if self._summary_before.get("steps") == self.step else None
+
+
+def _number(value: float) -> float | None:
+    """What JSON has for a number: null where it is none."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,56 @@
+"""The long matrix of ranks that fail: python tests/faults/matrix.py [WORD ...], also `make faults`.
+
+Every phase x layout x fault, without torchrun and with it; prints seconds from the fault until all other ranks have
+ended, their exit code, and whether each said exactly one line that names the rank. Words choose: dp-tp kill save ...
+"""
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import faultkit
+
+PHASES = ("boot", "meeting", "warm-up", "capture", "replay", "save", "data")
+FAULTS = ("kill", "stop", "raise")
+LAUNCHERS = ("plain", "torchrun")
+LIMIT = 15.0
+
+
+def verdict(layout: str, fault: str, phase: str, launcher: str) -> tuple[bool, str]:
+    """Run one case; whether it went as it should, and a row of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = faultkit.run_with_fault(Path(folder), layout, fault, phase, torchrun=launcher == "torchrun")
+    seconds = "none" if found.seconds is None else f"{found.seconds:.1f}"
+    errors = [lines for rank, lines in found.errors().items() if rank not in (-1, 1)]
+    lines = [line for own in errors for line in own]
+    good = found.seconds is not None and found.seconds <= LIMIT and all(
+        len(own) == 1 and "rank 1" in own[0] for own in errors)
+    if (fault, phase) == ("raise", "capture") and layout in ("dp", "pp"):  # captures that exchange nothing: all go on
+        good = found.seconds is not None and not lines and found.codes.get(0, 0) == 0
+    code = found.codes.get(0, found.codes.get(-1))
+    return good, f"{layout:6}{phase:9}{fault:6}{launcher:9}{seconds:>6} s  code {code}  " + \
+        ("ok" if good else "WRONG " + repr(lines or found.said[0][-300:]))
+
+
+def main() -> int:
+    """Run all cases that the words leave; the exit code says whether all were good."""
+    axes = [[*faultkit.LAYOUTS, *faultkit.PAIRS], list(FAULTS), list(PHASES), list(LAUNCHERS)]
+    words = sys.argv[1:]
+    unknown = [word for word in words if not any(word in axis for axis in axes)]
+    if unknown:
+        raise SystemExit(f"unknown: {unknown}; known: {axes}")
+    chosen = [[value for value in axis if value in words] or axis for axis in axes]
+    wrong = 0
+    for layout, fault, phase, launcher in itertools.product(*chosen):
+        if phase == "data" and fault != "raise":
+            continue
+        good, row = verdict(layout, fault, phase, launcher)
+        wrong += not good
+        print(row, flush=True)
+    print(f"{wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
