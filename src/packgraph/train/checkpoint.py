@@ -29,7 +29,7 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import from_all, on_first
 from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
 from packgraph.train.checkpoint_state import METADATA, STATE, check_files, describe, read_state, step_of
-from packgraph.train.run_files import sync_folder, write_synced
+from packgraph.train.run_files import sync_file, sync_folder, write_synced
 
 LATEST = "latest"
 WRITING = ".writing-"
@@ -75,6 +75,8 @@ def _begin_writing(folder: Path, writing: Path) -> None:
 
 def _finish_writing(folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int) -> None:
     """Describe what was written, give it its name, make it the latest and remove the oldest."""
+    for path in writing.iterdir():  # torch syncs a file before it writes what its buffer holds yet
+        sync_file(path)
     describe(writing, step, state)
     sync_folder(writing)
     name = writing.name.removeprefix(WRITING)
