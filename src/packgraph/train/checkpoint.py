@@ -33,7 +33,7 @@ from packgraph.parallel.processes import from_all, on_first
 from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
 from packgraph.train.checkpoint_state import METADATA, STATE, check_files, describe, read_state, step_of
 from packgraph.train.config_values import shown
-from packgraph.train.run_files import sync_folder, write_synced
+from packgraph.train.run_files import sync_file, sync_folder, write_synced
 
 LATEST = "latest"
 BEST = "best"
@@ -82,6 +82,8 @@ def _begin_writing(folder: Path, writing: Path) -> None:
 def _finish_writing(folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int,
                     best: int | None) -> None:
     """Describe what was written, give it its name, make it the latest and remove the oldest."""
+    for path in writing.iterdir():  # torch syncs a file before it writes what its buffer holds yet
+        sync_file(path)
     describe(writing, step, state)
     sync_folder(writing)
     name = writing.name.removeprefix(WRITING)

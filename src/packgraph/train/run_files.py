@@ -62,9 +62,18 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
+def sync_file(path: Path) -> None:
+    """Wait until the disk has what was written to a file, whoever wrote it."""
+    _sync(path)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` durable, where its file system can do that."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
