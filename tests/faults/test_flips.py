@@ -37,12 +37,12 @@ def resumed(folder, flipped=None):
     config = stored_config(folder)
     found = newest_whole_checkpoint(folder / CHECKPOINTS, needed=("data", "random_device", "graphs"))
     if flipped is not None and flipped.parent != found.path:
-        return dict(config.layer.values), found.step, found.state, None, read_json(folder / SUMMARY)
+        return dict(config.layer.values), found.step, found.state, None, read_json(folder / SUMMARY, checked=True)
     entries = tensor_entries(found.path / ".metadata")
     tensors = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     load_tensors(found.path, tensors)
     values = {name: value.numpy().tobytes() for name, value in tensors.items()}
-    return dict(config.layer.values), found.step, found.state, values, read_json(folder / SUMMARY)
+    return dict(config.layer.values), found.step, found.state, values, read_json(folder / SUMMARY, checked=True)
 
 
 def outcome(folder, flipped, expected):
@@ -82,3 +82,12 @@ def test_no_flipped_bit_changes_what_a_run_goes_on_from(run):
     print(*(f"{name}: {what}: {count}" for (name, what), count in sorted(counts.items())), sep="\n")
     assert not wrong
     assert counts[METRICS, "what was written"] and counts["state.json", "an older checkpoint"]
+
+
+def test_a_flipped_bit_in_the_word_checksum_is_seen(run):
+    path = run / SUMMARY
+    content = path.read_text()
+    assert read_json(path, checked=True)
+    path.write_text(content.replace('"checksum"', '"chucksum"'))
+    assert not read_json(path, checked=True)
+    path.write_text(content)

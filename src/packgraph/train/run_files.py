@@ -97,16 +97,18 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         sync_folder(path.parent)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, checked: bool = False) -> dict[str, Any]:
     """The JSON object in `path`, without its checksum; empty when there is none or it is not what was written.
 
-    An object without a checksum, as versions before wrote it, is taken as it is.
+    An object without a checksum, as versions before and people write it, is taken as it is, but not if `checked`: a
+    flipped bit may be in the word "checksum".
     """
     if not path.is_file():  # a pipe would be waited for
         return {}
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-        whole = isinstance(content, dict) and content.get(CHECKSUM, checksum(content)) == checksum(content)
+        whole = isinstance(content, dict) and content.get(
+            CHECKSUM, None if checked else checksum(content)) == checksum(content)
     except (OSError, ValueError):
         return {}
     return {key: value for key, value in content.items() if key != CHECKSUM} if whole else {}

@@ -156,7 +156,7 @@ class Trainer:
             self.view.note(told)
         self.microbatches.load_state_dict(state["data"])
         self._graphs_before = state["graphs"]
-        self._summary_before = read_json(self.folder / SUMMARY)
+        self._summary_before = read_json(self.folder / SUMMARY, checked=True)
         self._resumed_at = step
         self._whereabouts.checkpoint = str(path)
         self.view.note(f"resumed from {path}")
