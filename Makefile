@@ -5,7 +5,7 @@
 BASE_PYTHON ?= python3
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify test test-fast test-ranks faults lint check-python
+.PHONY: help setup train verify audit soak test test-fast test-ranks faults lint check-python
 
 ifdef PACKGRAPH_PYTHON
 PYTHON := $(PACKGRAPH_PYTHON)
@@ -31,7 +31,8 @@ help:
 	@echo "make verify     compare eager and graph training, bit by bit"
 	@echo "make test       tests on one process, and some on several    make test-fast  without the slow ones"
 	@echo "make test-ranks all tests on several processes               make lint       ruff and mypy"
-	@echo "make faults     ranks that die, stop or fail: every phase    make setup      only the set-up"
+	@echo "make faults     ranks that fail in every phase, flipped bits make soak       a long run: memory, files, threads"
+	@echo "make audit      licences, known vulnerabilities              make setup      only the set-up"
 
 setup: $(DEV_READY)
 
@@ -55,9 +56,21 @@ test-ranks: $(DEV_READY)
 	$(call need,pytest)
 	$(PYTHON) -m pytest tests -m "dist and not gpu and not core" $(WORKERS) $(ARGS)
 
-# About 20 s a case; ARGS choose: make faults ARGS="tp kill save plain"
+# About 20 s a case of ranks; ARGS choose: make faults ARGS="tp kill save plain"
 faults: $(DEV_READY)
+	PACKGRAPH_FLIPS=50000 $(PYTHON) -m pytest tests/faults/test_flips.py tests/faults/test_disk.py -o timeout=0
 	$(PYTHON) tests/faults/matrix.py $(ARGS)
+
+# About 25 minutes.
+soak: $(DEV_READY)
+	$(PYTHON) tests/faults/soak.py $(ARGS)
+
+# Asks the package index for known vulnerabilities of every pinned version.
+audit: $(DEV_READY)
+	$(BASE_PYTHON) -m venv .venv/audit
+	.venv/audit/bin/python -m pip install -q pip-audit==2.10.1 pip-licenses==5.5.5
+	.venv/audit/bin/pip-licenses --python $(PYTHON) --partial-match --fail-on="GPL;SSPL;UNKNOWN" --summary
+	.venv/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements/run.txt -r requirements/dev.txt
 
 lint: $(DEV_READY)
 	$(call need,ruff)
