@@ -59,6 +59,7 @@ test-ranks: $(DEV_READY)
 # About 20 s a case of ranks; ARGS choose: make faults ARGS="tp kill save plain"
 faults: $(DEV_READY)
 	PACKGRAPH_FLIPS=50000 $(PYTHON) -m pytest tests/faults/test_flips.py tests/faults/test_disk.py -o timeout=0
+	$(PYTHON) tests/faults/restarts.py
 	$(PYTHON) tests/faults/matrix.py $(ARGS)
 
 # About 25 minutes.

@@ -134,3 +134,14 @@ def test_what_counts_as_a_broken_connection():
 def test_a_timeout_that_beats_would_miss_is_refused():
     with pytest.raises(ValueError, match="timeout must be at least 5 seconds"):
         RunConfig(timeout=1.0)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_again_until_the_run_is_done():
+    """It keeps its store: what the ranks of before have said there must not end those of now."""
+    script = os.path.join(os.path.dirname(__file__), "restarts.py")
+    done = subprocess.run([sys.executable, script, "--ranks", "2", "--restarts", "2"], capture_output=True, text=True,
+                          timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed 2 times" in done.stdout
+    assert "bitwise equal" in done.stdout

@@ -310,6 +310,8 @@ def signs_of_life(launch: Launch, patience: float) -> Iterator[Whereabouts]:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     except dist.DistError as error:
         raise LostRankError(f"the {launch.world} processes of the run did not meet: {error}") from error
+    # torchrun keeps its store when it starts the ranks again: what the last ones said there is of no interest.
+    store = dist.PrefixStore(f"packgraph/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store.set_timeout(timedelta(seconds=TIMEOUT.total_seconds()))
     with _terminable(), Heartbeat(store, launch, patience) as heartbeat:
         yield heartbeat
