@@ -5,14 +5,15 @@ names that the code of forward reads: globals, closures, class attributes. Of cl
 methods whose name occurs in code that was walked before, so what nothing calls is left out.
 """
 
-import enum
+import contextlib
 import functools
 import itertools
+import logging
 import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from packgraph.graphs.state_kinds import (
     DEPTH,
     LARGEST_BYTES,
     MOST_CONTAINERS,
+    VIEWS,
     Mark,
     Treatment,
     contents,
@@ -61,6 +63,7 @@ from packgraph.graphs.wrapper import Wrapper, wrapped
 INTERNAL = frozenset(vars(torch.nn.Module()))
 SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
 _READ_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
+_OPERATORS: Mapping[str, Any] = getattr(torch._library.custom_ops, "OPDEFS", {})  # no public interface
 _GLOBAL, _VARIABLE, _CLASS = "the global ", "the closure variable ", "the class attribute "
 
 
@@ -113,8 +116,21 @@ class Walk:
         for name, owner in owners(module):
             if id(owner) not in left_out and id(owner) not in self._seen:
                 self._seen[id(owner)] = 0
+                where = place.field(name) if name else place
+                if isinstance(owner, torch.jit.ScriptModule):
+                    self._refuse_script(where)
+                    continue
                 self.owners.append(owner)
-                self._note_owner(owner, place.field(name) if name else place)
+                self._note_owner(owner, where)
+
+    def _refuse_script(self, place: Place) -> None:
+        if self.refused is None:
+            self.refused = Refused(
+                f"{place} is a module of torch.jit: Python sees neither its code nor when its "
+                "attributes change",
+                "hold the plain module, or call packgraph.assume_constant(it) if its attributes "
+                "never change",
+            )
 
     def _note_owner(self, owner: torch.nn.Module, place: Place) -> None:
         self._note_class(type(owner))
@@ -157,8 +173,9 @@ class Walk:
         if how is Treatment.IDENTITY or value is MISSING or value in ASSUMED:
             return
         if how is Treatment.VALUE:
-            # A class derived from int, say, has attributes, too.
-            if "__dict__" in vars(type(value)) and not isinstance(value, enum.Enum):
+            # A class derived from int, say, has attributes, too, and so has a member of an Enum.
+            kind = type(value)
+            if kind.__dictoffset__ and not is_library_class(kind) and self._is_new(value, depth):
                 self._note_attributes(value, place, mark, depth)
         elif how is Treatment.TENSOR:
             if self.tensors.note(value, place, mark) and not self.tensors.is_bare(value):
@@ -198,6 +215,8 @@ class Walk:
     def _note_contents(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
         if isinstance(value, tuple | frozenset) and value_key(value) is not None:
             return
+        if isinstance(value, VIEWS):
+            value = value.mapping
         table = contents_table(value, place, mark)
         self.tables.append(table)
         if (
@@ -246,6 +265,10 @@ class Walk:
             read: Callable[[], Any] = functools.partial(value.get, MISSING)
         elif isinstance(value, weakref.ReferenceType):
             read = value
+        elif isinstance(value, logging.Logger):
+            read = functools.partial(_level, value)
+        elif hasattr(type(value), "is_set"):
+            read = value.is_set
         else:
             read = functools.partial(getattr, value.__repr__, "__self__", MISSING)
         table = referent_table(read, value, place, mark)
@@ -255,9 +278,9 @@ class Walk:
     # ---- code
 
     def _note_function(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
-        if isinstance(value, functools.partial):
-            for name in ("func", "args", "keywords"):
-                self._note(getattr(value, name), place.field(name), mark, depth)
+        if isinstance(value, functools.partial | contextlib.ContextDecorator):
+            for name in ("func", "args", "keywords", "kwds"):
+                self._note(getattr(value, name, MISSING), place.field(name), mark, depth)
             return
         bound = getattr(value, "__self__", None)
         if bound is not None and not isinstance(bound, type | types.ModuleType):
@@ -355,6 +378,8 @@ class Walk:
         """A class and its bases. made: code may make instances of it."""
         if self._classes.get(kind) or (kind in self._classes and not made):
             return
+        if not is_library_class(type(kind)):
+            self._note_class(type(kind))
         stop = torch.nn.Module if torch.nn.Module in kind.__mro__ else object
         for base in kind.__mro__[: kind.__mro__.index(stop)]:
             library, known = is_library_class(base), base in self._classes
@@ -388,6 +413,14 @@ class Walk:
             for kind, made in list(self._classes.items()):
                 if not is_library_class(kind):
                     self._walk_methods(kind, made)
+            self._note_operators()
+
+    def _note_operators(self) -> None:
+        """Custom operators that code calls by their names, `torch.ops.package.name`."""
+        for name, operator in list(_OPERATORS.items()):
+            package, _, short = name.partition("::")
+            if package in self._names and short in self._names:
+                self._note(operator, Place(f"torch.ops.{package}.{short}"), (id(operator), name), 0)
 
     def _walk_methods(self, kind: type, made: bool) -> None:
         """Add the methods of a class that code may call, as far as is known now."""
@@ -405,6 +438,13 @@ class Walk:
 def _interned(value: Any) -> str:
     """What a counter shows, the same object while it shows the same."""
     return sys.intern(repr(value))
+
+
+def _level(logger: logging.Logger) -> str:
+    """What decides whether a logger lets a message through, the same object while it is the same."""
+    return sys.intern(
+        f"{logger.getEffectiveLevel()} {logger.manager.disable} {logger.disabled}"
+    )
 
 
 def _way_out() -> str:
