@@ -25,7 +25,7 @@ OF_OP, OF_GRADIENT, OF_CONTEXT = [1.0], [1.0], [1.0]
 named = types.ModuleType("named_of_a_test")
 sys.modules["named_of_a_test"] = named
 named.inner = types.SimpleNamespace()
-LINEAR, CALL, RELU = F.linear, nn.Module.__call__, torch.Tensor.relu
+LINEAR, CALL, NORM = F.linear, nn.Module.__call__, torch.layer_norm
 
 
 class Meta(type):
@@ -72,7 +72,7 @@ def put_back():
     OF_OP[0] = OF_GRADIENT[0] = OF_CONTEXT[0] = 1.0
     LOG.setLevel(logging.NOTSET)
     LOG.disabled = False
-    F.linear, nn.Module.__call__ = LINEAR, CALL
+    F.linear, nn.Module.__call__, torch.layer_norm = LINEAR, CALL, NORM
     if "relu" in vars(torch.Tensor):
         del torch.Tensor.relu
 
@@ -154,6 +154,11 @@ def doubled_linear(m):
     F.linear = lambda *args: LINEAR(*args) * 2
 
 
+def with_own_linear():
+    F.linear = lambda *args: LINEAR(*args) * BY_NAME
+    return One()
+
+
 def doubled_call(m):
     nn.Module.__call__ = lambda self, *args: CALL(self, *args) * (2 if isinstance(self, nn.Linear) else 1)
 
@@ -222,3 +227,17 @@ CASES = {
         *held(lambda h: h.set(), lambda h: h.clear()),
     ),
 }
+CASES.update({
+    "torch.nn.functional.linear": (One, doubled_linear, lambda m: setattr(F, "linear", LINEAR)),
+    "a global of a function put into torch.nn.functional": (
+        with_own_linear,
+        *setting(HERE, "BY_NAME"),
+    ),
+    "the call of all modules": (One, doubled_call, lambda m: setattr(nn.Module, "__call__", CALL)),
+    "a function beneath torch.nn.functional": (
+        lambda: One(lambda m, x: m.linear(x), linear=nn.LayerNorm(4)),
+        lambda m: setattr(torch, "layer_norm", lambda *args: NORM(*args) * 2),
+        lambda m: setattr(torch, "layer_norm", NORM),
+    ),
+    "a tensor's method": (lambda: One(lambda m, x: m.linear(x).relu()), other_relu, None),
+})

@@ -97,6 +97,7 @@ class Walk:
         self._own_generators = {id(generator) for generator in global_generators()}
         self._held_namespaces: dict[int, types.ModuleType] = {}
         self._note_module(module, Place(""))
+        self._note_layers()
         self._walk_code()
         self.tables += [
             names_table(namespace, names, Place(name, _GLOBAL), is_installed(name))
@@ -392,6 +393,20 @@ class Walk:
                 if row_of(value).treatment is not Treatment.FUNCTION:
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
 
+    def _note_layers(self) -> None:
+        """What torch's own layers call by name, all of it, since nobody walks their code."""
+        found = [
+            names_table(vars(module), names, Place(module.__name__, _GLOBAL), settled=True)
+            for module, names in _functions_of_layers()
+        ]
+        found.append(class_table(torch.nn.Module, Place("torch.nn.Module", _CLASS), True))
+        found.append(class_table(torch.Tensor, Place("torch.Tensor", _CLASS), False))
+        self.tables += found
+        for table in found:
+            for name, value in table.entries:
+                if _is_foreign(value):
+                    self._note(value, table.place_of(name), table.mark_of(name), 0)
+
     def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
         """Python modules that objects hold: code may read any name of them that it mentions at all."""
         return [
@@ -433,6 +448,31 @@ class Walk:
             function = function_of(unread.pop(name))
             if function is not None:
                 self._add_function(function)
+
+
+@functools.lru_cache
+def _functions_of_layers() -> list[tuple[types.ModuleType, list[str]]]:
+    """The functions of torch.nn.functional, and those of torch that they name: others torch itself
+    may replace, such as `manual_seed` when it loads its compiler."""
+    namespace = vars(torch.nn.functional)
+    functions = [name for name, value in namespace.items() if _is_function(value)]
+    codes = (function_of(namespace[name]) for name in functions)
+    named = {
+        name for code in codes if code is not None for name in reads_of(code.__code__).attributes
+    }
+    beneath = [name for name in named if _is_function(vars(torch).get(name))]
+    return [(torch.nn.functional, functions), (torch, beneath)]
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether somebody else has put `value` among torch's functions."""
+    if isinstance(value, types.FunctionType):
+        return not is_library(value.__globals__.get("__name__", ""))
+    return _is_function(value) and row_of(value).treatment is not Treatment.IDENTITY
 
 
 def _interned(value: Any) -> str:
