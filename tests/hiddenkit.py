@@ -69,15 +69,14 @@ def put_back():
     """Give everything here the value that it had."""
     HERE.BY_NAME = HERE.SCALE_0 = LOCAL.scale = Meta.scale = Mode.SOFT.scale = 1.0
     named.scale = named.scale_0 = named.inner.scale = 1.0
+    OF_ITS_OWN["hidden"] = 1.0
+    vars(HERE).pop("LATE_0", None)
     OF_OP[0] = OF_GRADIENT[0] = OF_CONTEXT[0] = 1.0
     LOG.setLevel(logging.NOTSET)
     LOG.disabled = False
     F.linear, nn.Module.__call__, torch.layer_norm = LINEAR, CALL, NORM
     if "relu" in vars(torch.Tensor):
         del torch.Tensor.relu
-
-
-put_back()
 
 
 def scaled(read, **attributes):
@@ -167,6 +166,18 @@ def other_relu(m):
     torch.Tensor.relu = torch.Tensor.tanh
 
 
+class Several:
+    def factor(self, which):
+        return getattr(self, f"factor_{which}")()
+
+    def factor_one(self):
+        return BY_NAME
+
+
+OF_ITS_OWN = {"__name__": "own_of_a_test", "hidden": 1.0, "source": ["hid", "den"]}
+exec("def of_its_own(m, x):\n    return m.linear(x) * eval(''.join(source))", OF_ITS_OWN)
+of_its_own = OF_ITS_OWN["of_its_own"]
+
 CASES = {
     "an attribute of the thread": (scaled(lambda m: LOCAL.scale), *setting(LOCAL, "scale")),
     "an attribute of the thread, held": (
@@ -241,3 +252,49 @@ CASES.update({
     ),
     "a tensor's method": (lambda: One(lambda m, x: m.linear(x).relu()), other_relu, None),
 })
+CASES.update({
+    "a global by globals()": (scaled(lambda m: globals()["BY_NAME"]), *setting(HERE, "BY_NAME")),
+    "a global by globals().get": (scaled(lambda m: globals().get("BY_NAME", 3.0)), *setting(HERE, "BY_NAME")),
+    "a global by eval": (scaled(lambda m: eval("BY_NAME * 1.0")), *setting(HERE, "BY_NAME")),
+    "a global by exec": (lambda: One(executed), *setting(HERE, "BY_NAME")),
+    "a module by its name": (lambda: One(by_import), *setting(named, "scale")),
+    "a module by __import__": (scaled(lambda m: __import__("named_of_a_test").scale), *setting(named, "scale")),
+    "a module of sys.modules": (scaled(lambda m: sys.modules["named_of_a_test"].scale), *setting(named, "scale")),
+    "a module of sys.modules, handed on": (scaled(lambda m: from_modules().scale), *setting(named, "scale")),
+    "a module's attribute, name computed": (
+        scaled(lambda m: getattr(named, f"scale_{m.held}"), held=lambda: 0),
+        *setting(named, "scale_0"),
+    ),
+    "a module by a computed name": (
+        scaled(lambda m: importlib.import_module(m.held).scale, held=lambda: "named_of_a_test"),
+        *setting(named, "scale"),
+    ),
+    "an attribute of a module, both names computed": (
+        scaled(
+            lambda m: getattr(importlib.import_module(m.held), m.held[:0] + "scale"),
+            held=lambda: "named_of_a_test",
+        ),
+        *setting(named, "scale"),
+    ),
+    "a global, name computed": (
+        scaled(lambda m: globals()[f"SCALE_{m.held}"], held=lambda: 0),
+        *setting(HERE, "SCALE_0"),
+    ),
+    "a new global, name computed": (
+        scaled(lambda m: globals().get("LATE_" + m.held, 1.0), held=lambda: "0"),
+        lambda m: setattr(HERE, "LATE_0", 2.0),
+        None,
+    ),
+    "code that is not known": (
+        lambda: One(of_its_own),
+        lambda m: OF_ITS_OWN.update(hidden=2.0),
+        lambda m: OF_ITS_OWN.update(hidden=AGAIN),
+    ),
+    "a global of a method, name computed": (
+        scaled(lambda m: m.held.factor("one"), held=Several),
+        *setting(HERE, "BY_NAME"),
+    ),
+    "a module's vars, name computed": (lambda: One(by_vars, held="scale_0"), *setting(named, "scale_0")),
+    "a module's __dict__, name computed": (lambda: One(by_dict, held="scale_0"), *setting(named, "scale_0")),
+})
+put_back()

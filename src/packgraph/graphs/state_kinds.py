@@ -232,7 +232,9 @@ WATCHED: tuple[Row, ...] = (
             "contextlib._GeneratorContextManagerBase",
         ),
         Treatment.FUNCTION,
-        "their operations are baked, with every constant that their code reads",
+        "their operations are baked, with every constant that their code reads, by a name in a string, "
+        "too (`globals()`, `eval`, `sys.modules`); where your code computes the name, with all that "
+        "begins like it in the Python module; `exec` and `eval` of a computed string: all globals",
     ),
     Row(
         "classes",
@@ -244,7 +246,7 @@ WATCHED: tuple[Row, ...] = (
         "Python modules",
         (types.ModuleType,),
         Treatment.NAMESPACE,
-        "the functions and constants that the code names are baked",
+        "the functions and constants that the code names are baked; of torch, what its own layers call",
     ),
     Row(
         "state of a thread",

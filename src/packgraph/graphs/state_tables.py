@@ -313,6 +313,30 @@ def names_table(
     )
 
 
+def namespace_table(namespace: dict[str, Any], prefix: str, place: Place) -> Table:
+    """All globals of a module whose names begin with `prefix`, without what Python keeps there."""
+    read = partial(_beginning, namespace, prefix)
+    return Table(
+        namespace,
+        Form.CALL,
+        read,
+        read(),
+        place,
+        "a global of",
+        None,
+        ordered=False,
+        quick=partial(_flat, read),
+    )
+
+
+def _beginning(namespace: dict[str, Any], prefix: str) -> Pairs:
+    return [
+        (name, value)
+        for name, value in list(namespace.items())
+        if name.startswith(prefix) and not name.startswith(("__", "@"))
+    ]
+
+
 def _picked(namespace: dict[str, Any], names: Sequence[str]) -> Pairs:
     return [(name, namespace.get(name, MISSING)) for name in names]
 

@@ -13,7 +13,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from packgraph.graphs.code_reads import (
     is_library_class,
     reads_of,
 )
+from packgraph.graphs.computed_reads import OWN_NAME, ByString
 from packgraph.graphs.module_hooks import module_hooks, owners
 from packgraph.graphs.state_kinds import (
     ASSUMED,
@@ -53,6 +54,7 @@ from packgraph.graphs.state_tables import (
     fields_table,
     function_table,
     names_table,
+    namespace_table,
     referent_table,
     slot_names,
     slots_table,
@@ -93,6 +95,8 @@ class Walk:
         self._classes: dict[type, bool] = {}
         self._unread: dict[type, dict[str, Any]] = {}  # attributes of classes that no code has named yet
         self._names = set(CALLED_BY_MACHINERY)
+        self._prefixes = set[str]()  # how names begin that code computes
+        self._whole = set[tuple[int, str]]()
         self._globals: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self._own_generators = {id(generator) for generator in global_generators()}
         self._held_namespaces: dict[int, types.ModuleType] = {}
@@ -315,6 +319,9 @@ class Walk:
             for level, name in reads.imports:
                 for module in imported(level, name, function.__globals__.get("__package__")):
                     self._note_namespace(module, reads.attributes | reads.names, set())
+        if not is_installed(origin):
+            for strings in reads.strings:
+                self._note_strings(strings, function.__globals__, reads.attributes)
         for _, value in closure.entries:
             if isinstance(value, types.ModuleType):
                 self._note_namespace(value, reads.attributes, set())
@@ -366,6 +373,50 @@ class Walk:
                 self._note_namespace(namespace[name], names, above)
             elif module is os and name in _READ_ENVIRONMENT:
                 self._note_environment()
+
+    def _note_strings(
+        self, strings: ByString, namespace: dict[str, Any], attributes: frozenset[str]
+    ) -> None:
+        """What code reads by names in strings, of modules that are nobody's installed package."""
+        package, label = namespace.get("__package__"), namespace.get("__name__", "")
+        found = [
+            module
+            for level, name in strings.imports
+            for module in imported(level, label if name == OWN_NAME else name, package)
+        ]
+        if strings.any_module:
+            found += [
+                module
+                for name, module in list(sys.modules.items())
+                if isinstance(module, types.ModuleType) and not is_installed(name)
+            ]
+        self._held_namespaces.update((id(module), module) for module in found)
+        for prefix in strings.own:
+            self._note_whole(namespace, prefix, attributes)
+        if strings.anything:
+            modules = [value for value in namespace.values() if isinstance(value, types.ModuleType)]
+            for whole in (namespace, *map(vars, modules)):
+                self._note_whole(whole, "", attributes)
+        for path, prefix in strings.computed:
+            target = _resolved(namespace, path) if path else None
+            if isinstance(target, types.ModuleType):
+                self._note_whole(vars(target), prefix, attributes)
+            elif not path:
+                self._prefixes.update({prefix} - {""})
+                for module in found:
+                    self._note_whole(vars(module), prefix, attributes)
+
+    def _note_whole(
+        self, namespace: dict[str, Any], prefix: str, attributes: frozenset[str]
+    ) -> None:
+        """All globals of a module whose names begin with `prefix`."""
+        label = namespace.get("__name__", "")
+        if is_installed(label) or (id(namespace), prefix) in self._whole:
+            return
+        self._whole.add((id(namespace), prefix))
+        table = namespace_table(namespace, prefix, Place(label, _GLOBAL))
+        self.tables.append(table)
+        self._note_names(namespace, [name for name, _ in table.entries], attributes, set())
 
     def _note_environment(self) -> None:
         if id(os.environ) not in self._seen:
@@ -419,10 +470,10 @@ class Walk:
         """Walk the functions that were met, then the methods that they may call, until no more
         come."""
         before = -1
-        while self._pending or before != len(self._names) + len(self._classes):
+        while self._pending or before != self._known():
             while self._pending:
                 self._walk_function(self._pending.pop())
-            before = len(self._names) + len(self._classes)
+            before = self._known()
             for _, namespace in self._namespaces():
                 self._note_namespace(namespace, frozenset(self._names), set())
             for kind, made in list(self._classes.items()):
@@ -437,6 +488,9 @@ class Walk:
             if package in self._names and short in self._names:
                 self._note(operator, Place(f"torch.ops.{package}.{short}"), (id(operator), name), 0)
 
+    def _known(self) -> int:
+        return len(self._names) + len(self._prefixes) + len(self._classes)
+
     def _walk_methods(self, kind: type, made: bool) -> None:
         """Add the methods of a class that code may call, as far as is known now."""
         unread = self._unread.get(kind)
@@ -444,6 +498,8 @@ class Walk:
             unread = self._unread[kind] = dict(vars(kind))
         named = unread.keys() & self._names
         named.update(name for name in unread if name[:2] == "__" and is_implicit(name, made))
+        if self._prefixes and not is_installed(kind.__module__):
+            named.update(name for name in unread if name.startswith(tuple(self._prefixes)))
         for name in [name for name in unread if name in named]:
             function = function_of(unread.pop(name))
             if function is not None:
@@ -473,6 +529,14 @@ def _is_foreign(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return not is_library(value.__globals__.get("__name__", ""))
     return _is_function(value) and row_of(value).treatment is not Treatment.IDENTITY
+
+
+def _resolved(namespace: dict[str, Any], path: Sequence[str]) -> Any:
+    """What a global and attributes of it are, as far as those are Python modules."""
+    value = namespace.get(path[0], sys.modules.get(path[0]))
+    for name in path[1:]:
+        value = vars(value).get(name) if isinstance(value, types.ModuleType) else None
+    return value
 
 
 def _interned(value: Any) -> str:
