@@ -2,9 +2,13 @@
 words."""
 
 import gc
+import logging
 import operator
+import sys
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -365,3 +369,28 @@ def referent_table(read_it: Callable[[], Any], value: Any, place: Place, mark: M
 
 def _referred(read_it: Callable[[], Any]) -> Pairs:
     return [("()", read_it())]
+
+
+def reader_of(value: Any) -> Callable[[], Any]:
+    """What forward reads of a reference, a logger or an event, as a call that takes no argument."""
+    if isinstance(value, ContextVar):
+        return partial(value.get, MISSING)
+    if isinstance(value, weakref.ReferenceType):
+        return value
+    if isinstance(value, logging.Logger):
+        return partial(_level, value)
+    if hasattr(type(value), "is_set"):
+        return value.is_set  # type: ignore[no-any-return]
+    return partial(getattr, value.__repr__, "__self__", MISSING)  # a proxy
+
+
+def shown(value: Any) -> str:
+    """What a counter shows, the same object while it shows the same."""
+    return sys.intern(repr(value))
+
+
+def _level(logger: logging.Logger) -> str:
+    """What decides whether a logger lets a message through, the same object while it is the same."""
+    return sys.intern(
+        f"{logger.getEffectiveLevel()} {logger.manager.disable} {logger.disabled}"
+    )

@@ -8,13 +8,10 @@ methods whose name occurs in code that was walked before, so what nothing calls 
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +41,7 @@ from packgraph.graphs.state_kinds import (
     row_of,
     value_key,
 )
+from packgraph.graphs.state_layers import is_foreign, layer_tables
 from packgraph.graphs.state_tables import (
     MISSING,
     Place,
@@ -55,7 +53,9 @@ from packgraph.graphs.state_tables import (
     function_table,
     names_table,
     namespace_table,
+    reader_of,
     referent_table,
+    shown,
     slot_names,
     slots_table,
 )
@@ -266,17 +266,7 @@ class Walk:
             self._note_entries(table, depth + 1)
 
     def _note_referent(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
-        if isinstance(value, ContextVar):
-            read: Callable[[], Any] = functools.partial(value.get, MISSING)
-        elif isinstance(value, weakref.ReferenceType):
-            read = value
-        elif isinstance(value, logging.Logger):
-            read = functools.partial(_level, value)
-        elif hasattr(type(value), "is_set"):
-            read = value.is_set
-        else:
-            read = functools.partial(getattr, value.__repr__, "__self__", MISSING)
-        table = referent_table(read, value, place, mark)
+        table = referent_table(reader_of(value), value, place, mark)
         self.tables.append(table)
         self._note_entries(table, depth)
 
@@ -349,7 +339,7 @@ class Walk:
             elif isinstance(value, itertools.count) and is_installed(label):
                 # Such as a lock's, which forward can reach but never calls: refused if a rehearsal moves it.
                 place = Place(f"{label}.{name}", _GLOBAL)
-                read = functools.partial(_interned, value)
+                read = functools.partial(shown, value)
                 self.tables.append(referent_table(read, value, place, (id(namespace), name)))
             elif not isinstance(value, types.ModuleType):
                 self._note(value, Place(f"{label}.{name}", _GLOBAL), (id(namespace), name), 0)
@@ -445,17 +435,12 @@ class Walk:
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
 
     def _note_layers(self) -> None:
-        """What torch's own layers call by name, all of it, since nobody walks their code."""
-        found = [
-            names_table(vars(module), names, Place(module.__name__, _GLOBAL), settled=True)
-            for module, names in _functions_of_layers()
-        ]
-        found.append(class_table(torch.nn.Module, Place("torch.nn.Module", _CLASS), True))
-        found.append(class_table(torch.Tensor, Place("torch.Tensor", _CLASS), False))
+        """What torch's own layers call by name: nobody walks their code."""
+        found = layer_tables()
         self.tables += found
         for table in found:
             for name, value in table.entries:
-                if _is_foreign(value):
+                if is_foreign(value):
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
 
     def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
@@ -506,49 +491,12 @@ class Walk:
                 self._add_function(function)
 
 
-@functools.lru_cache
-def _functions_of_layers() -> list[tuple[types.ModuleType, list[str]]]:
-    """The functions of torch.nn.functional, and those of torch that they name: others torch itself
-    may replace, such as `manual_seed` when it loads its compiler."""
-    namespace = vars(torch.nn.functional)
-    functions = [name for name, value in namespace.items() if _is_function(value)]
-    codes = (function_of(namespace[name]) for name in functions)
-    named = {
-        name for code in codes if code is not None for name in reads_of(code.__code__).attributes
-    }
-    beneath = [name for name in named if _is_function(vars(torch).get(name))]
-    return [(torch.nn.functional, functions), (torch, beneath)]
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
-
-
-def _is_foreign(value: Any) -> bool:
-    """Whether somebody else has put `value` among torch's functions."""
-    if isinstance(value, types.FunctionType):
-        return not is_library(value.__globals__.get("__name__", ""))
-    return _is_function(value) and row_of(value).treatment is not Treatment.IDENTITY
-
-
 def _resolved(namespace: dict[str, Any], path: Sequence[str]) -> Any:
     """What a global and attributes of it are, as far as those are Python modules."""
     value = namespace.get(path[0], sys.modules.get(path[0]))
     for name in path[1:]:
         value = vars(value).get(name) if isinstance(value, types.ModuleType) else None
     return value
-
-
-def _interned(value: Any) -> str:
-    """What a counter shows, the same object while it shows the same."""
-    return sys.intern(repr(value))
-
-
-def _level(logger: logging.Logger) -> str:
-    """What decides whether a logger lets a message through, the same object while it is the same."""
-    return sys.intern(
-        f"{logger.getEffectiveLevel()} {logger.manager.disable} {logger.disabled}"
-    )
 
 
 def _way_out() -> str:
