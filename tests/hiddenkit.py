@@ -210,7 +210,7 @@ CASES = {
     ),
     "a data set's tensors": (
         scaled(
-            lambda m: m.held.tensors[0],
+            lambda m: m.held.tensors[0].to(m.linear.weight.device),
             held=lambda: torch.utils.data.TensorDataset(torch.ones(4)),
         ),
         *held(lambda h: setattr(h, "tensors", (torch.full((4,), 2.0),)), lambda h: setattr(h, "tensors", h.tensors)),
@@ -238,7 +238,8 @@ CASES = {
         *held(lambda h: h.set(), lambda h: h.clear()),
     ),
 }
-CASES.update({
+# What everybody in the process calls, until it is put back.
+BENEATH = {
     "torch.nn.functional.linear": (One, doubled_linear, lambda m: setattr(F, "linear", LINEAR)),
     "a global of a function put into torch.nn.functional": (
         with_own_linear,
@@ -251,7 +252,7 @@ CASES.update({
         lambda m: setattr(torch, "layer_norm", NORM),
     ),
     "a tensor's method": (lambda: One(lambda m, x: m.linear(x).relu()), other_relu, None),
-})
+}
 CASES.update({
     "a global by globals()": (scaled(lambda m: globals()["BY_NAME"]), *setting(HERE, "BY_NAME")),
     "a global by globals().get": (scaled(lambda m: globals().get("BY_NAME", 3.0)), *setting(HERE, "BY_NAME")),
@@ -297,4 +298,6 @@ CASES.update({
     "a module's vars, name computed": (lambda: One(by_vars, held="scale_0"), *setting(named, "scale_0")),
     "a module's __dict__, name computed": (lambda: One(by_dict, held="scale_0"), *setting(named, "scale_0")),
 })
+CASES_OF_ONE_MODULE = dict(CASES)
+CASES.update(BENEATH)
 put_back()

@@ -2,6 +2,7 @@
 the next replay."""
 
 import sys
+import threading
 
 import hiddenkit
 import pytest
@@ -142,6 +143,23 @@ def test_computed_names_of_other_things_watch_no_globals():
     globals().update(FACTOR=2.0)
     with pytest.warns(PackgraphWarning, match="capturing again"):
         assert torch.equal(graphed(X), module(X))
+
+
+def test_attributes_of_each_thread_are_those_of_the_thread_that_calls():
+    module = One(lambda m, x: m.linear(x) * getattr(hiddenkit.LOCAL, "scale", 3.0))
+    graphed = captured(module, X)
+    found = []
+
+    def call():
+        found.append((quietly(graphed, X), module(X)))
+
+    for _ in range(2):
+        call()
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert all(torch.equal(one, other) for one, other in found)
+    assert torch.equal(found[0][1] * 3, found[1][1]) and graphed.stats.replayed > 2
 
 
 def test_autocast_in_turns_keeps_the_fast_test():

@@ -46,7 +46,7 @@ def reads_of(code: types.CodeType) -> Reads:
     own = by_string(code)
     names |= own.names
     imports |= own.imports
-    strings = (own,) if any(own) else ()
+    strings: tuple[ByString, ...] = (own,) if any(own) else ()
     evaluated = (found for found in map(_compiled, own.sources) if found is not None)
     for inner in (*code.co_consts, *evaluated):
         if isinstance(inner, types.CodeType):

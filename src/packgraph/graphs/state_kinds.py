@@ -73,7 +73,7 @@ class Row(NamedTuple):
     reason: str
 
 
-VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _SCALARS = (
     *PLAIN,
     enum.Enum,
