@@ -73,7 +73,7 @@ class Row(NamedTuple):
     reason: str
 
 
-VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _SCALARS = (
     *PLAIN,
     enum.Enum,
