@@ -10,6 +10,7 @@ import sys
 import types
 import weakref
 
+import hiddenkit
 import numpy
 import torch
 from statekit import One, X
@@ -31,6 +32,7 @@ def put_back():
     """Give all globals and class attributes the values that they had."""
     HERE.SCALE, SETTINGS.scale, settings_module.scale, settings_module.inner.scale = 1.0, 1.0, 1.0, 1.0
     CURRENT.set(1.0)
+    hiddenkit.put_back()
     Classy.scale, Base.scale, Helper.scale = 1.0, 1.0, 1.0
     for kind in (Classy, Derived):
         if "late" in vars(kind):
@@ -315,3 +317,4 @@ OF_TEACHER = {
 }
 for (where, hold), (what, (change, again)) in itertools.product(HOLDERS.items(), OF_TEACHER.items()):
     CASES[f"a teacher in {where}: {what}"] = (teacher_in(hold), on_teacher(change), again and on_teacher(again))
+CASES.update(hiddenkit.CASES)

@@ -2,12 +2,16 @@
 user vouches for it."""
 
 import collections
+import ctypes
 import functools
 import gc
 import itertools
+import logging
+import multiprocessing
 import queue
 import random
 import re
+import threading
 import types
 import warnings
 import weakref
@@ -333,3 +337,56 @@ def test_every_row_says_what_and_why_and_every_value_has_one():
     ]
     for value, treatment in kinds:
         assert row_of(value).treatment is treatment, value
+
+
+@pytest.mark.parametrize("make", ["scripted", "traced"])
+@pytest.mark.parametrize("where", ["child", "list"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+def test_modules_of_torch_jit_run_eagerly(make, where):
+    def made():
+        torch.manual_seed(3)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        inner = torch.jit.script(plain) if make == "scripted" else torch.jit.trace(plain, X)
+        held = inner if where == "child" else [inner]
+        return One(lambda m, x: (m.held if where == "child" else m.held[0])(m.linear(x)), held=held)
+
+    def found(model):
+        torch.manual_seed(2)
+        inputs = [torch.randn(3, 4) for _ in range(5)]
+        outs = [model(x) for x in inputs]
+        sum(out.square().sum() for out in outs).backward()
+        return [*outs, *(p.grad for p in model.parameters())]
+
+    graphed = graph(made(), warmup=0)
+    with pytest.warns(PackgraphWarning, match=r"is a module of torch\.jit") as caught:
+        assert same(found(graphed), found(made()))
+    assert len([w for w in caught if issubclass(w.category, PackgraphWarning)]) == 1
+    assert graphed.stats.fallbacks[HIDDEN_STATE] == 5 and not graphed.stats.captured
+
+
+def test_pointers_and_state_of_other_processes_are_refused():
+    held = [ctypes.pointer(ctypes.c_float(1.0)), multiprocessing.Semaphore(2)]
+    for one in held:
+        graphed = graph(One(held=one), warmup=0)
+        with pytest.warns(PackgraphWarning, match="cannot be compared before a replay"):
+            run(graphed)
+        assert graphed.stats.fallbacks[HIDDEN_STATE] == 5
+
+
+def test_a_lock_a_logger_and_a_proxy_are_no_hidden_state():
+    Slotted = type("Slotted", (), {"__slots__": ("proxy",)})
+    module = One(lambda m, x: m.linear(x) * m.held.proxy.scale, held=Slotted())
+    module.also = [multiprocessing.Lock(), threading.local(), logging.getLogger("any")]
+    module.target = Scale()
+    module.held.proxy = weakref.proxy(module.target)
+    graphed = graph(module, warmup=0)
+    run(graphed)
+    assert graphed.stats.replayed == 5 and not graphed.stats.fallbacks
+    module.target.scale = 2.0
+    with pytest.warns(PackgraphWarning, match="capturing again"):
+        found = graphed(X)
+    assert torch.equal(found, module(X))
+
+
+class Scale:
+    scale = 1.0

@@ -1,6 +1,10 @@
 """Python state that forward reads, of whatever kind: a change after the capture is seen before
 the next replay."""
 
+import sys
+import threading
+
+import hiddenkit
 import pytest
 import torch
 import watchkit
@@ -11,6 +15,8 @@ from watchkit import CASES, Classy
 from packgraph.graphs import module_state, tensor_state
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
+
+FACTOR = 1.0
 
 
 @pytest.fixture(params=["versions", "identities"], autouse=True)
@@ -31,6 +37,7 @@ def as_before():
     """Globals are put back."""
     yield
     watchkit.put_back()
+    globals().update(FACTOR=1.0)
 
 
 def steps(model, count, seed):
@@ -118,6 +125,41 @@ def test_the_message_says_where():
         with pytest.warns(PackgraphWarning, match=words):
             graphed(X)
         watchkit.put_back()
+
+
+def test_computed_names_of_other_things_watch_no_globals():
+    def forward(m, x):
+        x = getattr(m, f"lin{m.which}")(x)
+        x = getattr(torch.nn.functional, m.activation)(x)
+        there = "hiddenkit" in sys.modules and "SCALE" in globals()
+        return x * sys.modules[__name__].FACTOR * (2 if there else 1) * vars(m)[m.name]
+
+    module = One(forward, which="ear", activation="relu", name="factor", factor=1.0)
+    graphed = captured(module, X)
+    globals().update(FACTOR=1.0, UNREAD=iter(()))
+    watchkit.SCALE = hiddenkit.BY_NAME = 3.0
+    graphed(X)
+    assert graphed.stats.replayed == 3 and not graphed.stats.recaptures
+    globals().update(FACTOR=2.0)
+    with pytest.warns(PackgraphWarning, match="capturing again"):
+        assert torch.equal(graphed(X), module(X))
+
+
+def test_attributes_of_each_thread_are_those_of_the_thread_that_calls():
+    module = One(lambda m, x: m.linear(x) * getattr(hiddenkit.LOCAL, "scale", 3.0))
+    graphed = captured(module, X)
+    found = []
+
+    def call():
+        found.append((quietly(graphed, X), module(X)))
+
+    for _ in range(2):
+        call()
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert all(torch.equal(one, other) for one, other in found)
+    assert torch.equal(found[0][1] * 3, found[1][1]) and graphed.stats.replayed > 2
 
 
 def test_autocast_in_turns_keeps_the_fast_test():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import packgraph
+from packgraph.graphs.computed_reads import ByString, by_string
 from packgraph.graphs.errors import is_user_file
 
 _PACKGRAPH = str(Path(packgraph.__file__).parent)
@@ -18,11 +19,12 @@ _LIBRARIES = ("torch", "numpy", "triton")
 
 class Reads(NamedTuple):
     """names: globals. attributes: of anything, and strings that may be names of attributes.
-    imports: (level, name)."""
+    imports: (level, name). strings: what is read by names in strings."""
 
     names: frozenset[str]
     attributes: frozenset[str]
     imports: frozenset[tuple[int, str]]
+    strings: tuple[ByString, ...]
 
 
 @functools.lru_cache(maxsize=8192)
@@ -41,17 +43,28 @@ def reads_of(code: types.CodeType) -> Reads:
         *code.co_names,
         *(value for value in code.co_consts if isinstance(value, str) and len(value) < 64),
     }
-    for inner in code.co_consts:
+    own = by_string(code)
+    names |= own.names
+    imports |= own.imports
+    strings: tuple[ByString, ...] = (own,) if any(own) else ()
+    evaluated = (found for found in map(_compiled, own.sources) if found is not None)
+    for inner in (*code.co_consts, *evaluated):
         if isinstance(inner, types.CodeType):
             more = reads_of(inner)
-            names, attributes, imports = (
-                names | more.names,
-                attributes | more.attributes,
-                imports | more.imports,
-            )
+            names |= more.names
+            attributes |= more.attributes
+            imports |= more.imports
+            strings += more.strings
     # No name that anybody has written begins so: assertions that a test tool has rewritten.
     names = {name for name in names if not name.startswith("@")}
-    return Reads(frozenset(names), frozenset(attributes), frozenset(imports))
+    return Reads(frozenset(names), frozenset(attributes), frozenset(imports), strings)
+
+
+def _compiled(source: str) -> types.CodeType | None:
+    try:
+        return compile(source.strip(), "<evaluated>", "exec")
+    except (SyntaxError, ValueError):  # evaluating it raises, too
+        return None
 
 
 def imported(level: int, name: str, package: str | None) -> list[types.ModuleType]:

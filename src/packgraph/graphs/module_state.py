@@ -150,7 +150,7 @@ class Seal:
         tables: Iterable[dict[Any, Any]] = chain(map(vars, self._objects), self._dicts)
         if USE_VERSIONS:
             return list(map(guards.dict_version, tables))
-        return [part for table in tables for part in (table, len(table), *table, *table.values())]
+        return [part for table in tables for part in (table, *table, *table.values())]
 
     def holds(self) -> bool:
         """Whether nothing has changed for sure."""

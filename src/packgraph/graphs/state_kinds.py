@@ -73,6 +73,7 @@ class Row(NamedTuple):
     reason: str
 
 
+VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _SCALARS = (
     *PLAIN,
     enum.Enum,
@@ -123,6 +124,18 @@ WATCHED: tuple[Row, ...] = (
         Treatment.REFUSED,
         "a replay would neither see nor advance its hidden state",
     ),
+    # A proxy has __next__, whatever it refers to: before iterators.
+    Row(
+        "weak references and context variables",
+        (
+            weakref.ReferenceType,
+            weakref.ProxyType,
+            weakref.CallableProxyType,
+            contextvars.ContextVar,
+        ),
+        Treatment.REFERENT,
+        "forward reads what they refer to now",
+    ),
     Row(
         "iterators, generators and files",
         (Iterator, AsyncIterator, Coroutine, io.IOBase),
@@ -130,16 +143,35 @@ WATCHED: tuple[Row, ...] = (
         "a replay would not advance it",
     ),
     Row(
-        "queues",
+        "queues and connections",
         (
             queue.Queue,
             queue.SimpleQueue,
             "asyncio.Queue",
             "multiprocessing.queues.Queue",
             "multiprocessing.queues.SimpleQueue",
+            "multiprocessing.connection._ConnectionBase",
         ),
         Treatment.REFUSED,
         "a replay would not take from it",
+    ),
+    Row(
+        "events of processes",
+        ("multiprocessing.synchronize.Event",),
+        Treatment.REFERENT,
+        "whether they are set is baked",
+    ),
+    Row(
+        "other state shared by processes, and pointers",
+        (
+            "multiprocessing.synchronize.Semaphore",
+            "multiprocessing.synchronize.Condition",
+            "multiprocessing.synchronize.Barrier",
+            "multiprocessing.managers.BaseProxy",
+            "_ctypes._Pointer",
+        ),
+        Treatment.REFUSED,
+        "what is behind it cannot be compared before a replay",
     ),
     Row(
         "numpy scalars",
@@ -169,13 +201,22 @@ WATCHED: tuple[Row, ...] = (
         "their contents are baked; beyond 1 MiB they are refused unless numpy has them read-only",
     ),
     Row(
-        "lists, tuples, sets, deques and dictionaries",
-        (list, tuple, set, frozenset, collections.deque, dict, types.MappingProxyType),
+        "lists, tuples, sets, deques, dictionaries and views of them",
+        (
+            list,
+            tuple,
+            set,
+            frozenset,
+            collections.deque,
+            dict,
+            types.MappingProxyType,
+            *VIEWS,
+        ),
         Treatment.CONTENTS,
         "what they hold is baked, of whatever length, in the order they give it",
     ),
     Row(
-        "functions, methods and partial calls",
+        "functions, methods, partial calls and contexts made of functions",
         (
             types.FunctionType,
             types.MethodType,
@@ -188,9 +229,12 @@ WATCHED: tuple[Row, ...] = (
             property,
             functools.cached_property,
             functools._lru_cache_wrapper,
+            "contextlib._GeneratorContextManagerBase",
         ),
         Treatment.FUNCTION,
-        "their operations are baked, with every constant that their code reads",
+        "their operations are baked, with every constant that their code reads, by a name in a string, "
+        "too (`globals()`, `eval`, `sys.modules`); where your code computes the name, with all that "
+        "begins like it in the Python module; `exec` and `eval` of a computed string: all globals",
     ),
     Row(
         "classes",
@@ -202,18 +246,29 @@ WATCHED: tuple[Row, ...] = (
         "Python modules",
         (types.ModuleType,),
         Treatment.NAMESPACE,
-        "the functions and constants that the code names are baked",
+        "the functions and constants that the code names are baked; of torch, what its own layers call",
     ),
     Row(
-        "weak references and context variables",
-        (
-            weakref.ReferenceType,
-            weakref.ProxyType,
-            weakref.CallableProxyType,
-            contextvars.ContextVar,
-        ),
+        "state of a thread",
+        ("_thread._local",),
+        Treatment.ATTRIBUTES,
+        "its attributes in the thread that calls are baked",
+    ),
+    Row(
+        "loggers",
+        ("logging.Logger",),
         Treatment.REFERENT,
-        "forward reads what they refer to now",
+        "whether they are disabled and their effective level are baked, not what they write",
+    ),
+    Row(
+        "operators, contexts and data sets made of users' objects",
+        (
+            "torch._library.custom_ops.CustomOpDef",
+            "torch.utils.data.dataset.*",
+            "contextlib.nullcontext",
+        ),
+        Treatment.ATTRIBUTES,
+        "attributes are baked, and the functions and constants among them",
     ),
     Row(
         "internals of torch, numpy, packgraph and of the interpreter",

@@ -2,9 +2,13 @@
 words."""
 
 import gc
+import logging
 import operator
+import sys
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -313,6 +317,30 @@ def names_table(
     )
 
 
+def namespace_table(namespace: dict[str, Any], prefix: str, place: Place) -> Table:
+    """All globals of a module whose names begin with `prefix`, without what Python keeps there."""
+    read = partial(_beginning, namespace, prefix)
+    return Table(
+        namespace,
+        Form.CALL,
+        read,
+        read(),
+        place,
+        "a global of",
+        None,
+        ordered=False,
+        quick=partial(_flat, read),
+    )
+
+
+def _beginning(namespace: dict[str, Any], prefix: str) -> Pairs:
+    return [
+        (name, value)
+        for name, value in list(namespace.items())
+        if name.startswith(prefix) and not name.startswith(("__", "@"))
+    ]
+
+
 def _picked(namespace: dict[str, Any], names: Sequence[str]) -> Pairs:
     return [(name, namespace.get(name, MISSING)) for name in names]
 
@@ -341,3 +369,28 @@ def referent_table(read_it: Callable[[], Any], value: Any, place: Place, mark: M
 
 def _referred(read_it: Callable[[], Any]) -> Pairs:
     return [("()", read_it())]
+
+
+def reader_of(value: Any) -> Callable[[], Any]:
+    """What forward reads of a reference, a logger or an event, as a call that takes no argument."""
+    if isinstance(value, ContextVar):
+        return partial(value.get, MISSING)
+    if isinstance(value, weakref.ReferenceType):
+        return value
+    if isinstance(value, logging.Logger):
+        return partial(_level, value)
+    if hasattr(type(value), "is_set"):
+        return value.is_set  # type: ignore[no-any-return]
+    return partial(getattr, value.__repr__, "__self__", MISSING)  # a proxy
+
+
+def shown(value: Any) -> str:
+    """What a counter shows, the same object while it shows the same."""
+    return sys.intern(repr(value))
+
+
+def _level(logger: logging.Logger) -> str:
+    """What decides whether a logger lets a message through, the same object while it is the same."""
+    return sys.intern(
+        f"{logger.getEffectiveLevel()} {logger.manager.disable} {logger.disabled}"
+    )

@@ -5,15 +5,13 @@ names that the code of forward reads: globals, closures, class attributes. Of cl
 methods whose name occurs in code that was walked before, so what nothing calls is left out.
 """
 
-import enum
+import contextlib
 import functools
 import itertools
 import os
 import sys
 import types
-import weakref
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +26,14 @@ from packgraph.graphs.code_reads import (
     is_library_class,
     reads_of,
 )
+from packgraph.graphs.computed_reads import OWN_NAME, ByString
 from packgraph.graphs.module_hooks import module_hooks, owners
 from packgraph.graphs.state_kinds import (
     ASSUMED,
     DEPTH,
     LARGEST_BYTES,
     MOST_CONTAINERS,
+    VIEWS,
     Mark,
     Treatment,
     contents,
@@ -41,6 +41,7 @@ from packgraph.graphs.state_kinds import (
     row_of,
     value_key,
 )
+from packgraph.graphs.state_layers import is_foreign, layer_tables
 from packgraph.graphs.state_tables import (
     MISSING,
     Place,
@@ -51,7 +52,10 @@ from packgraph.graphs.state_tables import (
     fields_table,
     function_table,
     names_table,
+    namespace_table,
+    reader_of,
     referent_table,
+    shown,
     slot_names,
     slots_table,
 )
@@ -61,6 +65,7 @@ from packgraph.graphs.wrapper import Wrapper, wrapped
 INTERNAL = frozenset(vars(torch.nn.Module()))
 SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
 _READ_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
+_OPERATORS: Mapping[str, Any] = getattr(torch._library.custom_ops, "OPDEFS", {})  # no public interface
 _GLOBAL, _VARIABLE, _CLASS = "the global ", "the closure variable ", "the class attribute "
 
 
@@ -90,10 +95,13 @@ class Walk:
         self._classes: dict[type, bool] = {}
         self._unread: dict[type, dict[str, Any]] = {}  # attributes of classes that no code has named yet
         self._names = set(CALLED_BY_MACHINERY)
+        self._prefixes = set[str]()  # how names begin that code computes
+        self._whole = set[tuple[int, str]]()
         self._globals: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self._own_generators = {id(generator) for generator in global_generators()}
         self._held_namespaces: dict[int, types.ModuleType] = {}
         self._note_module(module, Place(""))
+        self._note_layers()
         self._walk_code()
         self.tables += [
             names_table(namespace, names, Place(name, _GLOBAL), is_installed(name))
@@ -113,8 +121,21 @@ class Walk:
         for name, owner in owners(module):
             if id(owner) not in left_out and id(owner) not in self._seen:
                 self._seen[id(owner)] = 0
+                where = place.field(name) if name else place
+                if isinstance(owner, torch.jit.ScriptModule):
+                    self._refuse_script(where)
+                    continue
                 self.owners.append(owner)
-                self._note_owner(owner, place.field(name) if name else place)
+                self._note_owner(owner, where)
+
+    def _refuse_script(self, place: Place) -> None:
+        if self.refused is None:
+            self.refused = Refused(
+                f"{place} is a module of torch.jit: Python sees neither its code nor when its "
+                "attributes change",
+                "hold the plain module, or call packgraph.assume_constant(it) if its attributes "
+                "never change",
+            )
 
     def _note_owner(self, owner: torch.nn.Module, place: Place) -> None:
         self._note_class(type(owner))
@@ -157,8 +178,9 @@ class Walk:
         if how is Treatment.IDENTITY or value is MISSING or value in ASSUMED:
             return
         if how is Treatment.VALUE:
-            # A class derived from int, say, has attributes, too.
-            if "__dict__" in vars(type(value)) and not isinstance(value, enum.Enum):
+            # A class derived from int, say, has attributes, too, and so has a member of an Enum.
+            kind = type(value)
+            if kind.__dictoffset__ and not is_library_class(kind) and self._is_new(value, depth):
                 self._note_attributes(value, place, mark, depth)
         elif how is Treatment.TENSOR:
             if self.tensors.note(value, place, mark) and not self.tensors.is_bare(value):
@@ -198,6 +220,8 @@ class Walk:
     def _note_contents(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
         if isinstance(value, tuple | frozenset) and value_key(value) is not None:
             return
+        if isinstance(value, VIEWS):
+            value = value.mapping
         table = contents_table(value, place, mark)
         self.tables.append(table)
         if (
@@ -242,22 +266,16 @@ class Walk:
             self._note_entries(table, depth + 1)
 
     def _note_referent(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
-        if isinstance(value, ContextVar):
-            read: Callable[[], Any] = functools.partial(value.get, MISSING)
-        elif isinstance(value, weakref.ReferenceType):
-            read = value
-        else:
-            read = functools.partial(getattr, value.__repr__, "__self__", MISSING)
-        table = referent_table(read, value, place, mark)
+        table = referent_table(reader_of(value), value, place, mark)
         self.tables.append(table)
         self._note_entries(table, depth)
 
     # ---- code
 
     def _note_function(self, value: Any, place: Place, mark: Mark, depth: int) -> None:
-        if isinstance(value, functools.partial):
-            for name in ("func", "args", "keywords"):
-                self._note(getattr(value, name), place.field(name), mark, depth)
+        if isinstance(value, functools.partial | contextlib.ContextDecorator):
+            for name in ("func", "args", "keywords", "kwds"):
+                self._note(getattr(value, name, MISSING), place.field(name), mark, depth)
             return
         bound = getattr(value, "__self__", None)
         if bound is not None and not isinstance(bound, type | types.ModuleType):
@@ -291,6 +309,9 @@ class Walk:
             for level, name in reads.imports:
                 for module in imported(level, name, function.__globals__.get("__package__")):
                     self._note_namespace(module, reads.attributes | reads.names, set())
+        if not is_installed(origin):
+            for strings in reads.strings:
+                self._note_strings(strings, function.__globals__, reads.attributes)
         for _, value in closure.entries:
             if isinstance(value, types.ModuleType):
                 self._note_namespace(value, reads.attributes, set())
@@ -318,7 +339,7 @@ class Walk:
             elif isinstance(value, itertools.count) and is_installed(label):
                 # Such as a lock's, which forward can reach but never calls: refused if a rehearsal moves it.
                 place = Place(f"{label}.{name}", _GLOBAL)
-                read = functools.partial(_interned, value)
+                read = functools.partial(shown, value)
                 self.tables.append(referent_table(read, value, place, (id(namespace), name)))
             elif not isinstance(value, types.ModuleType):
                 self._note(value, Place(f"{label}.{name}", _GLOBAL), (id(namespace), name), 0)
@@ -343,6 +364,50 @@ class Walk:
             elif module is os and name in _READ_ENVIRONMENT:
                 self._note_environment()
 
+    def _note_strings(
+        self, strings: ByString, namespace: dict[str, Any], attributes: frozenset[str]
+    ) -> None:
+        """What code reads by names in strings, of modules that are nobody's installed package."""
+        package, label = namespace.get("__package__"), namespace.get("__name__", "")
+        found = [
+            module
+            for level, name in strings.imports
+            for module in imported(level, label if name == OWN_NAME else name, package)
+        ]
+        if strings.any_module:
+            found += [
+                module
+                for name, module in list(sys.modules.items())
+                if isinstance(module, types.ModuleType) and not is_installed(name)
+            ]
+        self._held_namespaces.update((id(module), module) for module in found)
+        for prefix in strings.own:
+            self._note_whole(namespace, prefix, attributes)
+        if strings.anything:
+            modules = [value for value in namespace.values() if isinstance(value, types.ModuleType)]
+            for whole in (namespace, *map(vars, modules)):
+                self._note_whole(whole, "", attributes)
+        for path, prefix in strings.computed:
+            target = _resolved(namespace, path) if path else None
+            if isinstance(target, types.ModuleType):
+                self._note_whole(vars(target), prefix, attributes)
+            elif not path:
+                self._prefixes.update({prefix} - {""})
+                for module in found:
+                    self._note_whole(vars(module), prefix, attributes)
+
+    def _note_whole(
+        self, namespace: dict[str, Any], prefix: str, attributes: frozenset[str]
+    ) -> None:
+        """All globals of a module whose names begin with `prefix`."""
+        label = namespace.get("__name__", "")
+        if is_installed(label) or (id(namespace), prefix) in self._whole:
+            return
+        self._whole.add((id(namespace), prefix))
+        table = namespace_table(namespace, prefix, Place(label, _GLOBAL))
+        self.tables.append(table)
+        self._note_names(namespace, [name for name, _ in table.entries], attributes, set())
+
     def _note_environment(self) -> None:
         if id(os.environ) not in self._seen:
             self._seen[id(os.environ)] = 0
@@ -355,6 +420,8 @@ class Walk:
         """A class and its bases. made: code may make instances of it."""
         if self._classes.get(kind) or (kind in self._classes and not made):
             return
+        if not is_library_class(type(kind)):
+            self._note_class(type(kind))
         stop = torch.nn.Module if torch.nn.Module in kind.__mro__ else object
         for base in kind.__mro__[: kind.__mro__.index(stop)]:
             library, known = is_library_class(base), base in self._classes
@@ -365,6 +432,15 @@ class Walk:
             self.tables.append(table)
             for name, value in () if library else table.entries:
                 if row_of(value).treatment is not Treatment.FUNCTION:
+                    self._note(value, table.place_of(name), table.mark_of(name), 0)
+
+    def _note_layers(self) -> None:
+        """What torch's own layers call by name: nobody walks their code."""
+        found = layer_tables()
+        self.tables += found
+        for table in found:
+            for name, value in table.entries:
+                if is_foreign(value):
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
 
     def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
@@ -379,15 +455,26 @@ class Walk:
         """Walk the functions that were met, then the methods that they may call, until no more
         come."""
         before = -1
-        while self._pending or before != len(self._names) + len(self._classes):
+        while self._pending or before != self._known():
             while self._pending:
                 self._walk_function(self._pending.pop())
-            before = len(self._names) + len(self._classes)
+            before = self._known()
             for _, namespace in self._namespaces():
                 self._note_namespace(namespace, frozenset(self._names), set())
             for kind, made in list(self._classes.items()):
                 if not is_library_class(kind):
                     self._walk_methods(kind, made)
+            self._note_operators()
+
+    def _note_operators(self) -> None:
+        """Custom operators that code calls by their names, `torch.ops.package.name`."""
+        for name, operator in list(_OPERATORS.items()):
+            package, _, short = name.partition("::")
+            if package in self._names and short in self._names:
+                self._note(operator, Place(f"torch.ops.{package}.{short}"), (id(operator), name), 0)
+
+    def _known(self) -> int:
+        return len(self._names) + len(self._prefixes) + len(self._classes)
 
     def _walk_methods(self, kind: type, made: bool) -> None:
         """Add the methods of a class that code may call, as far as is known now."""
@@ -396,15 +483,20 @@ class Walk:
             unread = self._unread[kind] = dict(vars(kind))
         named = unread.keys() & self._names
         named.update(name for name in unread if name[:2] == "__" and is_implicit(name, made))
+        if self._prefixes and not is_installed(kind.__module__):
+            named.update(name for name in unread if name.startswith(tuple(self._prefixes)))
         for name in [name for name in unread if name in named]:
             function = function_of(unread.pop(name))
             if function is not None:
                 self._add_function(function)
 
 
-def _interned(value: Any) -> str:
-    """What a counter shows, the same object while it shows the same."""
-    return sys.intern(repr(value))
+def _resolved(namespace: dict[str, Any], path: Sequence[str]) -> Any:
+    """What a global and attributes of it are, as far as those are Python modules."""
+    value = namespace.get(path[0], sys.modules.get(path[0]))
+    for name in path[1:]:
+        value = vars(value).get(name) if isinstance(value, types.ModuleType) else None
+    return value
 
 
 def _way_out() -> str:

@@ -13,6 +13,7 @@ from corpus.families import (  # noqa: F401
     modes,
     names,
     outputs,
+    overlooked,
     python_state,
     routing,
     schemes,

@@ -1,0 +1,53 @@
+"""What torch's own layers call by name. Nobody walks their code, so all of it is compared.
+
+`nn.Linear` reads `torch.nn.functional.linear` in every call, and every module and tensor looks up its methods in a
+class of torch: who replaces one of them changes what layers compute.
+"""
+
+import functools
+import types
+from typing import Any
+
+import torch
+
+from packgraph.graphs.code_reads import function_of, is_library, reads_of
+from packgraph.graphs.state_kinds import Treatment, row_of
+from packgraph.graphs.state_tables import Place, Table, class_table, names_table
+
+_GLOBAL, _CLASS = "the global ", "the class attribute "
+
+
+def layer_tables() -> list[Table]:
+    """Functions and methods that torch's layers find by name. Each is compared by the version of one dictionary."""
+    found = [
+        names_table(vars(module), names, Place(module.__name__, _GLOBAL), settled=True)
+        for module, names in _functions_of_layers()
+    ]
+    found.append(class_table(torch.nn.Module, Place("torch.nn.Module", _CLASS), True))
+    found.append(class_table(torch.Tensor, Place("torch.Tensor", _CLASS), False))
+    return found
+
+
+@functools.lru_cache
+def _functions_of_layers() -> list[tuple[types.ModuleType, list[str]]]:
+    """The functions of torch.nn.functional, and those of torch that they name: others torch itself
+    may replace, such as `manual_seed` when it loads its compiler."""
+    namespace = vars(torch.nn.functional)
+    functions = [name for name, value in namespace.items() if _is_function(value)]
+    codes = (function_of(namespace[name]) for name in functions)
+    named = {
+        name for code in codes if code is not None for name in reads_of(code.__code__).attributes
+    }
+    beneath = [name for name in named if _is_function(vars(torch).get(name))]
+    return [(torch.nn.functional, functions), (torch, beneath)]
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def is_foreign(value: Any) -> bool:
+    """Whether somebody else has put `value` among torch's functions."""
+    if isinstance(value, types.FunctionType):
+        return not is_library(value.__globals__.get("__name__", ""))
+    return _is_function(value) and row_of(value).treatment is not Treatment.IDENTITY
