@@ -1,10 +1,10 @@
 """What a disk may hold after a process was killed or the power went, at every file operation of a folder.
 
-`Recording` notes what a process does to the files of a folder, in order: names that appear, go and move, contents, and
-what was fsynced. `Disk` replays such a list up to any operation and builds what may be found then: after a kill all that
-was done; after a power loss only what was fsynced is certain. Of the rest any part may be there, in any order: names
-without contents, contents without names, one folder's names and not another's (as SQLite's and CrashMonkey's tests
-have it: https://www.sqlite.org/testing.html, Mohan et al., OSDI 2018).
+`Recording` notes what a process does to the files of a folder, in order: names that appear, go and move, contents,
+and what was fsynced. `Disk` replays such a list up to any operation and builds what may be found then: after a kill
+all that was done; after a power loss only what was fsynced is certain. Of the rest any part may be there, in any
+order: names without contents, contents without names, one folder's names and not another's (as SQLite's and
+CrashMonkey's tests have it: https://www.sqlite.org/testing.html, Mohan et al., OSDI 2018).
 """
 import builtins
 import contextlib

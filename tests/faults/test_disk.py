@@ -40,7 +40,8 @@ def saves(folder, steps=(1, 2, 3), keep=2):
     returned = {}
     with diskkit.Recording(folder) as recording:
         for step in steps:
-            save_checkpoint(folder / "checkpoints", step, tensors(step), {"step": step, "data": {"position": step}}, keep)
+            state = {"step": step, "data": {"position": step}}
+            save_checkpoint(folder / "checkpoints", step, tensors(step), state, keep)
             returned[step] = len(recording.ops)
     return recording.ops, returned
 
@@ -85,7 +86,7 @@ def test_nothing_is_lost_whenever_power_goes(tmp_path):
 
 
 def test_a_run_that_went_back_loses_nothing(tmp_path):
-    ops, returned = saves(tmp_path / "run", steps=(2, 4), keep=2)
+    ops, _returned = saves(tmp_path / "run", steps=(2, 4), keep=2)
     more, later = saves_again(tmp_path / "run", 3)
     (tmp_path / "scratch").mkdir()
     wrong = []

@@ -46,7 +46,7 @@ def resumed(folder, flipped=None):
 
 
 def outcome(folder, flipped, expected):
-    """How a resume goes on after a flip. Raises AssertionError if it goes on from anything else than what was written."""
+    """How a resume goes on after a flip. Raises AssertionError if that is from anything else than what was written."""
     try:
         config, step, state, values, summary = resumed(folder, flipped)
     except (CheckpointError, ConfigError):
