@@ -212,3 +212,11 @@ def test_a_cache_that_has_lost_its_value_is_filled_before_the_capture():
         for out in [graphed(torch.ones(3, 4)) for _ in range(2)]:  # a second slot
             out.sum().backward()
     assert not graphed.stats.fallbacks["capture failed"]
+
+
+def test_scripted_modules_run_eagerly():
+    graphed = graph(torch.jit.script(nn.Linear(4, 4)), warmup=0)
+    with pytest.warns(PackgraphWarning, match="of torch.jit"):
+        graphed(sample(0)).sum().backward()
+    graphed(sample(1)).sum().backward()
+    assert graphed.stats.fallbacks["the module holds state that cannot be watched"] == 2

@@ -135,7 +135,7 @@ class Control:
         self._steady: Steady | None = None
         self.lends = False
         self.vote: Vote = alone
-        self._forward_of_class = type(module).forward
+        self._forward_of_class = getattr(type(module), "forward", None)
         self._retries = Retries()
         weakref.finalize(self, self._notices.end)
         self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
@@ -371,7 +371,7 @@ class Control:
     def _is_patched(self) -> bool:
         """Whether the module has stages, and another forward than the one that these stand for."""
         return self._program.staged and ("forward" in vars(self.module)
-                                         or type(self.module).forward is not self._forward_of_class)
+                                         or getattr(type(self.module), "forward", None) is not self._forward_of_class)
 
     def _ask_for_refusal(self) -> None:
         """Whether the module can be captured at all now; what was refused before may be fine again."""

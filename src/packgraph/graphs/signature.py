@@ -79,7 +79,7 @@ _SDP = (torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled
 def modes(device_type: str) -> tuple[Any, ...]:
     """Global settings that change which kernels run, or that code may ask for."""
     return (
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {"cpu", device_type}),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
         torch.is_autocast_cache_enabled(),
         kernel_settings(device_type),
         torch.get_default_dtype(),
