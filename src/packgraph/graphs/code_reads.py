@@ -76,9 +76,11 @@ def imported(level: int, name: str, package: str | None) -> list[types.ModuleTyp
 
 
 @functools.lru_cache(maxsize=8192)
-def is_library(name: str) -> bool:
+def is_library(name: object) -> bool:
     """Whether the Python module `name` belongs to torch, numpy, packgraph or the standard
-    library: what it holds is taken as it is."""
+    library: what it holds is taken as it is. Some classes say something else than a name."""
+    if not isinstance(name, str):
+        return False
     if name in sys.builtin_module_names or name.partition(".")[0] in _LIBRARIES:
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
