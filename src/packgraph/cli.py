@@ -378,10 +378,11 @@ def _plan(words: list[str]) -> int:
         return int(end.code or 0)
     problems = legal_microbatches(asked.ranks, asked.chunks, asked.group, asked.microbatches)
     actions = asked.ranks * asked.chunks * asked.microbatches
-    if not problems and actions > MOST_ACTIONS:
+    if max(actions, asked.microbatches) > MOST_ACTIONS:
         problems.append(f"ranks x chunks x microbatches are {actions:,}, more than the {MOST_ACTIONS:,} that a picture "
                         "shows")
-    problems = problems or picture_errors(asked.microbatches, asked.capacities, asked.buckets)
+    else:
+        problems += picture_errors(asked.microbatches, asked.capacities, asked.buckets)
     if problems:
         return _refuse_plan(problems)
     schedule = make_schedule(asked.ranks, asked.chunks, asked.microbatches, asked.group)

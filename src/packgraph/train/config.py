@@ -179,7 +179,7 @@ def load_file(path: Path) -> Layer:
     kind = path.suffix[1:].upper()
     problem = path_problem(str(path))
     if problem is None and path.exists() and not path.is_file():  # a pipe would be waited for
-        problem = "it is no file"
+        raise ConfigError([f"{path}: cannot be read: it is no file"])
     if problem is not None:
         raise ConfigError([f"{shown(str(path))}: cannot be read: {problem}"])
     try:
