@@ -30,18 +30,34 @@ def another_number(module, x):
     return module.linear(x) * (2.0 if is_in_a_capture() else 1.0)
 
 
+def another_expert(module, x):
+    return module.experts[int(is_in_a_capture())](x)
+
+
+def another_part_of_a_weight(module, x):
+    return x @ module.stacked[int(is_in_a_capture())]
+
+
 def one_more(module, x):
     out = module.linear(x)
     return out + 1.0 if is_in_a_capture() else out
 
 
-@pytest.mark.parametrize("function", [another_operation, another_number, one_more])
+def of(function):
+    module = One(function)
+    module.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    module.stacked = torch.nn.Parameter(torch.randn(2, 4, 4))
+    return module
+
+
+@pytest.mark.parametrize("function", [another_operation, another_number, another_expert, another_part_of_a_weight,
+                                      one_more])
 def test_a_capture_that_goes_another_way_than_the_rehearsal_is_refused(function):
     x = torch.randn(3, 4)
     with pytest.raises(CaptureError, match="it may ask whether it is captured") as refused:
-        graph(One(function), warmup=0, strict=True)(x)
+        graph(of(function), warmup=0, strict=True)(x)
     assert f"in {function.__name__}" in str(refused.value)
-    module = One(function)
+    module = of(function)
     graphed = graph(module, warmup=0)
     with pytest.warns(UserWarning, match="it may ask whether it is captured"):
         assert torch.equal(graphed(x), module(x))

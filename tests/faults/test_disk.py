@@ -104,7 +104,7 @@ def saves_again(folder, step):
     with diskkit.Recording(folder) as recording:
         save_checkpoint(folder / "checkpoints", step, tensors(step), {"step": step, "data": {}}, 2)
         returned = len(recording.ops)
-    return [op for op in recording.ops if not (op.what == "content" and op.when < recording.ops[0].when)], returned
+    return recording.ops, returned
 
 
 def sync_nothing(path):

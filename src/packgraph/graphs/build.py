@@ -110,6 +110,7 @@ class VariantBuild:
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
         self.lends, self.rehearsal, self.called = lends, rehearsal, Calls()
+        self.called.tell_apart([*aliases.alias_of.values(), *plain.module.buffers()])
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
         self.alive: list[torch.Tensor] = []

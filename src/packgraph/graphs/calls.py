@@ -2,11 +2,12 @@
 
 A graph holds those of the one run that was captured. So they are compared between runs with the same arguments: two
 rehearsals, which may not differ at all, and the capture, whose code could ask whether it is captured and go another way
-than in eager calls.
+than in eager calls. Tensors count by their form, and those of the module by where they lie, too: so another expert of
+the same shape is another call.
 """
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.operations import PLAIN_TENSORS, PLAIN_VALUES, Operation
+from packgraph.graphs.parameters import local_tensor
 
 _OFFLOADING = str(Path(__file__).parent.parent / "offload") + os.sep
 VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
@@ -42,11 +44,17 @@ class Calls:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._digest: tuple[int, int] | None = None
+        self._owned: set[int] = set()
         self._files: dict[str, bool] = {}
+
+    def tell_apart(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are parameters and buffers of the module: operations on them differ by which they are given."""
+        self._owned = {tensor.untyped_storage()._cdata for tensor in map(local_tensor, tensors)
+                       if tensor.layout is torch.strided}
 
     def called(self, operation: Operation, operands: Sequence[Any]) -> None:
         """The code of a forward calls an operation."""
-        facts = (operation.shown, *map(_fact, operands))
+        facts = (operation.shown, *map(self._fact, operands))
         if operation.function is torch.ops.aten.lift_fresh.default and operands[0].device.type == "cpu":
             with torch._C.DisableTorchFunction():  # ours: it reads no tensor that an operation has made
                 facts += (repr(operands[0].tolist()),)
@@ -82,6 +90,14 @@ class Calls:
     def _operations(self) -> list[_Call]:
         return [call for call in self._calls if call[0][0] != "returns" and not is_of_offloading(call[1])]
 
+    def _fact(self, operand: Any) -> Any:
+        if type(operand) not in PLAIN_TENSORS and not isinstance(operand, torch.Tensor):
+            return _fact(operand)
+        place = None
+        if operand.layout is torch.strided and (storage := operand.untyped_storage()._cdata) in self._owned:
+            place = storage, operand.storage_offset(), operand.stride()
+        return place, tuple(operand.shape), operand.dtype, operand.device
+
     def line(self) -> Line | str:
         """Where the user's code is now."""
         frame = sys._getframe(2)
@@ -96,11 +112,9 @@ class Calls:
 
 
 def _fact(operand: Any) -> Any:
-    """What of an operand has to be the same in both rehearsals."""
+    """What of an operand that is no tensor has to be the same in both rehearsals."""
     if type(operand) in PLAIN_VALUES:
         return type(operand), operand
-    if type(operand) in PLAIN_TENSORS or isinstance(operand, torch.Tensor):
-        return tuple(operand.shape), operand.dtype, operand.device
     if isinstance(operand, float | complex):
         return type(operand), repr(operand)  # NaN is not equal to itself
     if isinstance(operand, int | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format):
@@ -130,6 +144,8 @@ def _difference(later: Sequence[_Call], earlier: Sequence[_Call], runs: str, why
 def _different_calls(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
     if mine[0] == theirs[0] and len(mine) == len(theirs):
         one, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+        if isinstance(one, tuple) and len(one) == 4 and one[1:] == other[1:]:  # tensors
+            return f"gave {mine[0]} another parameter or buffer of the same form"
         shown = f"{one[-1]} and then {other[-1]}" if isinstance(one, tuple) and isinstance(other, tuple) else \
             f"{one} and then {other}"
         return f"gave {mine[0]} other values, {shown}"

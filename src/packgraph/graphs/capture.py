@@ -232,6 +232,7 @@ class _Run:
         self.program, self.effects, self.gradients, self.journal, self.seen = program, effects, gradients, journal, seen
         self.parameters, self.buffers = parameters, list(program.module.buffers())
         self.device, self.device_type = backend.guard_device, backend.device_type
+        self.seen.calls.tell_apart([*parameters, *self.buffers])
         self.where = forward_line(program.module)
         self.read: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
