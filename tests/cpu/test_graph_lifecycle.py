@@ -1,6 +1,7 @@
 """Slots, fallbacks, failures and what they leave behind."""
 import gc
 import itertools
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -138,6 +139,20 @@ def test_releasing_a_slot_twice_is_an_error():
     ticket.release()
     with pytest.raises(RuntimeError, match="released twice"):
         graphed._slots.release(slot)
+
+
+def test_slots_tell_whether_a_microbatch_of_another_thread_has_one():
+    slots, seen = graph(make_toy(), warmup=0)._slots, []
+    ticket = slots.acquire("key")
+    other = threading.Thread(target=lambda: seen.append(slots.in_flight_elsewhere()))
+    other.start()
+    other.join()
+    assert seen == [True] and not slots.in_flight_elsewhere()
+    ticket.release()
+    other = threading.Thread(target=lambda: seen.append(slots.in_flight_elsewhere()))
+    other.start()
+    other.join()
+    assert seen == [True, False]
 
 
 def test_variants_share_the_slots_pool_largest_not_sum():

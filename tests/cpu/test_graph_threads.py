@@ -358,11 +358,73 @@ def test_a_generator_moved_in_another_way_is_refused():
         graph(One(forward), warmup=0, strict=True)(X)
 
 
+# ---- backwards that share one thread, as on CUDA
+
+
+class _Again(torch.autograd.Function):
+    """Its backward calls the module, as one does that runs its forward again."""
+
+    @staticmethod
+    def forward(ctx, x, calls):
+        ctx.calls = calls
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with ctx.calls:
+            return gradient, None
+
+
+def test_a_capture_waits_for_backwards_that_may_run_their_forward_again():
+    order, closing, flying = [], threading.Event(), [True]
+
+    def elsewhere():
+        closing.set()
+        return bool(flying)
+
+    calls = exclusive.Calls(torch.device("cuda"), elsewhere)
+    loss = _Again.apply(torch.ones(1, requires_grad=True), calls).sum()
+
+    def captures():
+        with calls.capture() as free:
+            order.append(("capture", free))
+
+    def differentiates():
+        assert closing.wait(10)
+        loss.backward()
+        order.append("backward")
+        flying.clear()
+
+    assert not together(captures, differentiates)
+    assert order == ["backward", ("capture", True)]
+
+
+def test_a_capture_waits_in_vain_for_a_bounded_time_and_then_refuses_such_backwards(monkeypatch):
+    monkeypatch.setattr(exclusive, "LONGEST_WAIT_FOR_BACKWARDS_S", 0.05)
+    calls = exclusive.Calls(torch.device("cuda"), lambda: True)
+    loss = _Again.apply(torch.ones(1, requires_grad=True), calls).sum()
+    begun, ended = threading.Event(), threading.Event()
+
+    def captures():
+        with calls.capture() as free:
+            assert free
+            begun.set()
+            assert ended.wait(10)
+
+    def differentiates():
+        assert begun.wait(10)
+        with pytest.raises(RuntimeError, match="let one thread call the module alone"):
+            loss.backward()
+        ended.set()
+
+    assert not together(captures, differentiates)
+
+
 # ---- what it costs
 
 
 def test_a_call_that_nobody_contends_for_pays_microseconds():
-    launches, calls = exclusive.Launches(torch.device("cpu")), exclusive.Calls(torch.device("cpu"))
+    launches, calls = exclusive.Launches(torch.device("cpu")), exclusive.Calls(torch.device("cpu"), lambda: False)
 
     def microseconds(lock, count=2000):
         times = []

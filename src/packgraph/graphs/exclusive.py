@@ -8,15 +8,19 @@ Locks are taken in the order captures, calls, launches. A launch only queues wor
 neither user code nor the autograd engine, so whoever waits for it waits for a moment. A capture runs user code and the
 engine. On CUDA backwards of all threads run in one thread of the engine, which the capture needs too: there a capture
 does not hold up launches (it executes nothing in memory that slots share), and a backward never waits for a capture.
+Nor could one that runs its forward again, so the capture waits for the backwards of other threads before it begins.
 """
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch
 
 LONGEST_WAIT_S = 10.0  # for other threads to leave the module before a capture; then the call runs eagerly
+LONGEST_WAIT_FOR_BACKWARDS_S = 2.0  # of other threads; then the capture begins, since they may wait for this thread
+_LOOK_S = 0.001  # for slots given back, of which nobody tells
 
 
 class _Captures:
@@ -97,12 +101,15 @@ class Launches:
 class Calls:
     """The threads inside a module, and the one that captures it: `with calls:` around every call.
 
-    device: of the module. shared: whether a thread has come in to train while another one that does lived.
+    device: of the module. shared: whether a thread has come in to train while another one that does lived. elsewhere:
+    tells whether microbatches of other threads than the current one wait for their backwards.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, elsewhere: Callable[[], bool]) -> None:
         self.shared = False
         self._cuda = device.type == "cuda"
+        self._elsewhere = elsewhere
+        self._begun = False
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._inside: dict[int, int] = {}
@@ -131,8 +138,9 @@ class Calls:
                 self._turn.notify_all()
 
     def _may_enter(self, thread: int) -> bool:
-        """A thread in the capture of another module may: this module's capture has not begun then."""
-        return self._capturer in (None, thread) or _CAPTURES.thread == thread
+        """A thread in the capture of another module may: this module's capture has not begun then. So may a backward
+        that the capture waits for."""
+        return self._capturer in (None, thread) or _CAPTURES.thread == thread or (not self._begun and self._in_engine())
 
     def _another(self, thread: int) -> None:
         """A thread trains that is not the one before. One after another is as one: the first must live."""
@@ -167,7 +175,7 @@ class Calls:
                 if own:
                     self._inside[thread] = own
                 if free:
-                    self._capturer = None
+                    self._capturer, self._begun = None, False
                 self._turn.notify_all()
 
     def _close(self, thread: int, seconds: float) -> bool:
@@ -176,10 +184,19 @@ class Calls:
         if not self._turn.wait_for(lambda: self._capturer is None, seconds):
             return False
         self._capturer = thread
+        if self._cuda and seconds:
+            self._wait_for_backwards()
         if self._turn.wait_for(lambda: not self._inside, seconds):
+            self._begun = True
             return True
         self._capturer = None
         return False
+
+    def _wait_for_backwards(self) -> None:
+        """Other threads' ones, which may have to run their forward again."""
+        until = time.monotonic() + LONGEST_WAIT_FOR_BACKWARDS_S
+        while self._elsewhere() and time.monotonic() < until:
+            self._turn.wait(_LOOK_S)
 
     def _in_engine(self) -> bool:
         """Whether this is the thread that runs all backwards of the device: a capture of any thread needs it."""

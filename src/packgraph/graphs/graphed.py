@@ -127,7 +127,7 @@ class Control:
         self._warm_calls_left = warmup
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = threading.RLock()  # of what is written down here; nobody runs the module with it
-        self._calls = Calls(self.device)
+        self._calls = Calls(self.device, self._slots.in_flight_elsewhere)
         self._rehearsed: dict[Hashable, Rehearsal] = {}
         self._failed: set[Hashable] = set()
         self._coded: set[Hashable] = set()

@@ -13,6 +13,7 @@ any before makes room by dropping the others: they are captured again at their n
 Backwards run one after another on one stream, so their temporary memory, gradients of whole weight matrices among it,
 is needed once. A single slot keeps it in its own pool, where it can reuse what its forwards have freed.
 """
+import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -34,6 +35,7 @@ class Slot:
         self.largest = 0
         self.outgrown = False
         self.retired = False
+        self.thread: int | None = None  # whose microbatch has it, or had it last
         self._buffers: dict[Hashable, torch.Tensor] = {}
 
     @property
@@ -124,7 +126,10 @@ class Slots:
         elif self.limit is None or len(self.all) < self.limit:
             slot = Slot(len(self.all), self.backend, self.device, self.shared)
             self.all.append(slot)
-        return Ticket(self, slot) if slot is not None else None
+        if slot is None:
+            return None
+        slot.thread = threading.get_ident()
+        return Ticket(self, slot)
 
     def release(self, slot: Slot) -> None:
         """Return a slot. Raises RuntimeError when it is free already: two microbatches believed they owned it."""
@@ -172,6 +177,11 @@ class Slots:
     def in_flight(self) -> int:
         """How many slots are owned by a microbatch now."""
         return len(self.all) - len(self._free)
+
+    def in_flight_elsewhere(self) -> bool:
+        """Whether microbatches of other threads own slots now."""
+        thread = threading.get_ident()
+        return any(slot.thread != thread and not any(free is slot for free in self._free) for slot in list(self.all))
 
     def reserve(self, count: int) -> list["Ticket"]:
         """Claim `count` slots at once, to build them. Raises RuntimeError when fewer can be had."""
