@@ -5,9 +5,10 @@ rehearsals, which may not differ at all, and the capture, whose code could ask w
 than in eager calls. Tensors count by their form, and those of the module by where they lie, too: so another expert of
 the same shape is another call.
 """
+import operator
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -33,6 +34,15 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.code.co_filename}:{self.number} in {self.code.co_name}"
+
+
+class _Tensor(NamedTuple):
+    """A tensor that an operation gets. place: storage, offset and strides of one that is the module's own."""
+
+    place: tuple[int, int, tuple[int, ...]] | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 _Call = tuple[tuple[Any, ...], Line | str]
@@ -81,11 +91,11 @@ class Calls:
 
     def difference(self, other: "Calls") -> CaptureError | None:
         """The error that says where this run differs from an earlier one."""
-        return _difference(self._calls, other._calls, *_TWICE)
+        return _difference(self._calls, other._calls, operator.eq, *_TWICE)
 
     def difference_of_capture(self, other: "Calls") -> CaptureError | None:
         """The error that says where this run, which is captured, differs from an earlier one, which was not."""
-        return _difference(self._operations(), other._operations(), *_CAPTURED)
+        return _difference(self._operations(), other._operations(), _same_fact, *_CAPTURED)
 
     def _operations(self) -> list[_Call]:
         return [call for call in self._calls if call[0][0] != "returns" and not is_of_offloading(call[1])]
@@ -96,7 +106,7 @@ class Calls:
         place = None
         if operand.layout is torch.strided and (storage := operand.untyped_storage()._cdata) in self._owned:
             place = storage, operand.storage_offset(), operand.stride()
-        return place, tuple(operand.shape), operand.dtype, operand.device
+        return _Tensor(place, tuple(operand.shape), operand.dtype, operand.device)
 
     def line(self) -> Line | str:
         """Where the user's code is now."""
@@ -128,12 +138,13 @@ def is_of_offloading(line: Line | str) -> bool:
     return isinstance(line, Line) and line.code.co_filename.startswith(_OFFLOADING)
 
 
-def _difference(later: Sequence[_Call], earlier: Sequence[_Call], runs: str, why: str) -> CaptureError | None:
-    """In words how one run's calls differ from those of an earlier one."""
+def _difference(later: Sequence[_Call], earlier: Sequence[_Call], same: Callable[[Any, Any], bool], runs: str, why: str
+                ) -> CaptureError | None:
+    """In words how one run's calls differ from those of an earlier one. same: whether two facts are."""
     for (mine, line), (theirs, other) in zip(later, earlier, strict=False):
-        if mine != theirs:
+        if mine != theirs and not (len(mine) == len(theirs) and all(map(same, mine, theirs))):
             line = line if mine[0] != "returns" else other  # no operation, so of no line of forward
-            return CaptureError(f"{runs} {_different_calls(theirs, mine)}: {why}", str(line), VARIES)
+            return CaptureError(f"{runs} {_different_calls(theirs, mine, same)}: {why}", str(line), VARIES)
     if len(later) != len(earlier):
         longer, shared = max(later, earlier, key=len), min(len(later), len(earlier))
         return CaptureError(f"of {runs} one went on with {longer[shared][0][0]}, the other did not: {why}",
@@ -141,10 +152,17 @@ def _difference(later: Sequence[_Call], earlier: Sequence[_Call], runs: str, why
     return None
 
 
-def _different_calls(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
+def _same_fact(captured: Any, rehearsed: Any) -> bool:
+    """A capture may have a copy of what is the module's own: of what an eager stage before it hands over."""
+    if isinstance(captured, _Tensor) and isinstance(rehearsed, _Tensor) and captured.place is None:
+        return captured[1:] == rehearsed[1:]
+    return bool(captured == rehearsed)
+
+
+def _different_calls(mine: tuple[Any, ...], theirs: tuple[Any, ...], same: Callable[[Any, Any], bool]) -> str:
     if mine[0] == theirs[0] and len(mine) == len(theirs):
-        one, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
-        if isinstance(one, tuple) and len(one) == 4 and one[1:] == other[1:]:  # tensors
+        one, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if not same(b, a))
+        if isinstance(one, _Tensor) and isinstance(other, _Tensor) and one[1:] == other[1:]:
             return f"gave {mine[0]} another parameter or buffer of the same form"
         shown = f"{one[-1]} and then {other[-1]}" if isinstance(one, tuple) and isinstance(other, tuple) else \
             f"{one} and then {other}"
