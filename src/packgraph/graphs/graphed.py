@@ -127,7 +127,7 @@ class Control:
         self._warm_calls_left = warmup
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = threading.RLock()  # of what is written down here; nobody runs the module with it
-        self._calls = Calls(self.device, self._slots.in_flight_elsewhere)
+        self._calls = Calls(self.device, _weakly(self._slots.in_flight_elsewhere))
         self._rehearsed: dict[Hashable, Rehearsal] = {}
         self._failed: set[Hashable] = set()
         self._coded: set[Hashable] = set()
@@ -533,6 +533,12 @@ def _counting(fallbacks: Counter[str], notices: Notices) -> Callable[[str], None
         fallbacks[reason] += 1
 
     return fell_back
+
+
+def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
+    """A method of an object that this does not keep alive; False when it is gone."""
+    held = weakref.WeakMethod(method)
+    return lambda: (found := held()) is not None and found()
 
 
 def _nothing() -> None:

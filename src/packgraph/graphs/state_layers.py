@@ -4,7 +4,10 @@
 class of torch: who replaces one of them changes what layers compute.
 """
 
+import dis
 import functools
+import importlib.abc
+import sys
 import types
 from typing import Any
 
@@ -15,6 +18,7 @@ from packgraph.graphs.state_kinds import Treatment, row_of
 from packgraph.graphs.state_tables import Place, Table, class_table, names_table
 
 _GLOBAL, _CLASS = "the global ", "the class attribute "
+_FILES = {torch.nn.Module: "torch.nn.modules.module", torch.Tensor: "torch._tensor"}  # where their bodies are
 
 
 def layer_tables() -> list[Table]:
@@ -40,6 +44,27 @@ def _functions_of_layers() -> list[tuple[types.ModuleType, list[str]]]:
     }
     beneath = [name for name in named if _is_function(vars(torch).get(name))]
     return [(torch.nn.functional, functions), (torch, beneath)]
+
+
+def is_of_torch(holder: Any, name: str) -> bool:
+    """Whether torch itself has `name` in this class or module of its own. Nobody in torch calls what others have added,
+    as transformers adds `torch.nn.Module.smart_apply`."""
+    return not isinstance(holder, type) or name in _own_names(holder)
+
+
+@functools.lru_cache
+def _own_names(kind: type) -> frozenset[str]:
+    """The names in the body of a class, as its file has them, and those of its bases."""
+    file = _FILES[kind]
+    loader = sys.modules[file].__loader__
+    assert isinstance(loader, importlib.abc.InspectLoader)
+    code = loader.get_code(file)
+    assert code is not None
+    bodies = [part for part in code.co_consts
+              if isinstance(part, types.CodeType) and part.co_name == kind.__name__]
+    found = {step.argval for body in bodies for step in dis.get_instructions(body)
+             if step.opname == "STORE_NAME"}
+    return frozenset(found.union(*map(vars, kind.__mro__[1:])))
 
 
 def _is_function(value: Any) -> bool:

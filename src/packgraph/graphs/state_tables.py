@@ -32,13 +32,12 @@ class Place(NamedTuple):
 
     def field(self, name: str) -> "Place":
         """An attribute."""
-        return self._replace(path=f"{self.path}.{name}" if self.path else name)
+        return Place(f"{self.path}.{name}" if self.path else name, self.prefix)
 
     def entry(self, key: Any) -> "Place":
         """An entry of a container."""
-        return self._replace(
-            path=f"{self.path}[{key!r}]" if value_key(key) else f"{self.path}[{type(key).__name__}]"
-        )
+        shown = repr(key) if value_key(key) else type(key).__name__
+        return Place(f"{self.path}[{shown}]", self.prefix)
 
 
 class Form(Enum):

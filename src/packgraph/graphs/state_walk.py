@@ -41,7 +41,7 @@ from packgraph.graphs.state_kinds import (
     row_of,
     value_key,
 )
-from packgraph.graphs.state_layers import is_foreign, layer_tables
+from packgraph.graphs.state_layers import is_foreign, is_of_torch, layer_tables
 from packgraph.graphs.state_tables import (
     MISSING,
     Place,
@@ -100,6 +100,9 @@ class Walk:
         self._globals: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
         self._own_generators = {id(generator) for generator in global_generators()}
         self._held_namespaces: dict[int, types.ModuleType] = {}
+        self._reached: dict[int, types.ModuleType] = {}  # from those
+        self._looked_for: frozenset[str] = frozenset()  # in those that are reached
+        self._added: list[tuple[str, Any, Table]] = []  # what others have put into classes of torch
         self._note_module(module, Place(""))
         self._note_layers()
         self._walk_code()
@@ -295,42 +298,36 @@ class Walk:
         origin = function.__globals__.get("__name__", "")
         library = is_library(origin)
         closure = closure_table(function, Place("", _VARIABLE))
-        found = [closure] if closure.entries else []
+        tables = [closure] if closure.entries else []
         if not is_installed(origin):
-            found.append(function_table(function, Place(function.__qualname__)))
-            found.append(fields_table(function, Place(function.__qualname__)))
-        self.tables += found
-        for table in found:
+            tables.append(function_table(function, Place(function.__qualname__)))
+            tables.append(fields_table(function, Place(function.__qualname__)))
+        self.tables += tables
+        for table in tables:
             self._note_entries(table, 0)
         reads = reads_of(function.__code__)
         if not library:
             self._names |= reads.attributes
-            self._note_names(function.__globals__, reads.names, reads.attributes, set())
+            self._follow(self._note_names(function.__globals__, reads.names), reads.attributes)
             for level, name in reads.imports:
-                for module in imported(level, name, function.__globals__.get("__package__")):
-                    self._note_namespace(module, reads.attributes | reads.names, set())
+                found = imported(level, name, function.__globals__.get("__package__"))
+                self._follow(found, reads.attributes | reads.names)
         if not is_installed(origin):
             for strings in reads.strings:
                 self._note_strings(strings, function.__globals__, reads.attributes)
-        for _, value in closure.entries:
-            if isinstance(value, types.ModuleType):
-                self._note_namespace(value, reads.attributes, set())
+        held = [value for _, value in closure.entries if isinstance(value, types.ModuleType)]
+        self._follow(held, reads.attributes)
 
     def _note_names(
-        self,
-        namespace: dict[str, Any],
-        names: Iterable[str],
-        attributes: frozenset[str],
-        above: set[int],
-    ) -> None:
-        """Globals that code reads, and what it may read of modules and classes among them.
-        above: modules done."""
-        label = namespace.get("__name__", "")
+        self, namespace: dict[str, Any], names: Iterable[str]
+    ) -> list[types.ModuleType]:
+        """Globals that code reads; returned are the Python modules among them."""
+        label, modules = namespace.get("__name__", ""), []
         known = self._globals.setdefault(id(namespace), (namespace, label, set()))[2]
         for name in names:
             value = namespace.get(name, MISSING)
             if isinstance(value, types.ModuleType):
-                self._note_namespace(value, attributes, above)
+                modules.append(value)
             if name in known:
                 continue
             known.add(name)
@@ -343,26 +340,45 @@ class Walk:
                 self.tables.append(referent_table(read, value, place, (id(namespace), name)))
             elif not isinstance(value, types.ModuleType):
                 self._note(value, Place(f"{label}.{name}", _GLOBAL), (id(namespace), name), 0)
+        return modules
 
     def _note_namespace(
-        self, module: types.ModuleType, names: frozenset[str], above: set[int]
-    ) -> None:
-        """What code that knows `module` may read of it; library modules are taken as they are,
-        name by name."""
-        if id(module) in above or module in ASSUMED:
-            return
-        above.add(id(module))
+        self, module: types.ModuleType, names: frozenset[str]
+    ) -> list[types.ModuleType]:
+        """What code that knows `module` may read of it, of libraries name by name; returned are the
+        Python modules among it."""
         namespace = vars(module)
-        read = [name for name in names if name in namespace]
+        shorter, longer = sorted((names, namespace.keys()), key=len)
+        read = [name for name in shorter if name in longer]
         if not is_library(module.__name__):
-            self._note_names(namespace, read, names, above)
-            return
+            return self._note_names(namespace, read)
         self._globals.setdefault(id(namespace), (namespace, module.__name__, set()))[2].update(read)
-        for name in read:
-            if isinstance(namespace[name], types.ModuleType):
-                self._note_namespace(namespace[name], names, above)
-            elif module is os and name in _READ_ENVIRONMENT:
-                self._note_environment()
+        if module is os and not _READ_ENVIRONMENT.isdisjoint(read):
+            self._note_environment()
+        values = [namespace[name] for name in read]
+        return [value for value in values if isinstance(value, types.ModuleType)]
+
+    def _follow(self, modules: Iterable[types.ModuleType], names: frozenset[str]) -> None:
+        """What code that knows `modules` may read of them, and of the modules in those."""
+        done, pending = set[int](), list(modules)
+        while pending:
+            module = pending.pop()
+            if id(module) not in done and module not in ASSUMED:
+                done.add(id(module))
+                pending += self._note_namespace(module, names)
+
+    def _note_held_namespaces(self) -> None:
+        """What any code may read of the modules that objects hold, and of those in them: each name once."""
+        names = frozenset(self._names)
+        new, self._looked_for = names - self._looked_for, names
+        pending = [(module, new) for module in self._reached.values()] if new else []
+        found = [module for _, module in self._namespaces()]
+        while found or pending:
+            for module in found:
+                if id(module) not in self._reached and module not in ASSUMED:
+                    self._reached[id(module)] = module
+                    pending.append((module, names))
+            found = self._note_namespace(*pending.pop()) if pending else []
 
     def _note_strings(
         self, strings: ByString, namespace: dict[str, Any], attributes: frozenset[str]
@@ -406,7 +422,7 @@ class Walk:
         self._whole.add((id(namespace), prefix))
         table = namespace_table(namespace, prefix, Place(label, _GLOBAL))
         self.tables.append(table)
-        self._note_names(namespace, [name for name, _ in table.entries], attributes, set())
+        self._follow(self._note_names(namespace, [name for name, _ in table.entries]), attributes)
 
     def _note_environment(self) -> None:
         if id(os.environ) not in self._seen:
@@ -440,8 +456,18 @@ class Walk:
         self.tables += found
         for table in found:
             for name, value in table.entries:
-                if is_foreign(value):
+                if not is_foreign(value):
+                    continue
+                if is_of_torch(table.holder, name):
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
+                else:
+                    self._added.append((name, value, table))
+
+    def _note_added(self) -> None:
+        """What others have put into classes of torch under names that torch does not use, and code does."""
+        for name, value, table in self._added:
+            if name in self._names:
+                self._note(value, table.place_of(name), table.mark_of(name), 0)
 
     def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
         """Python modules that objects hold: code may read any name of them that it mentions at all."""
@@ -459,12 +485,12 @@ class Walk:
             while self._pending:
                 self._walk_function(self._pending.pop())
             before = self._known()
-            for _, namespace in self._namespaces():
-                self._note_namespace(namespace, frozenset(self._names), set())
+            self._note_held_namespaces()
             for kind, made in list(self._classes.items()):
                 if not is_library_class(kind):
                     self._walk_methods(kind, made)
             self._note_operators()
+            self._note_added()
 
     def _note_operators(self) -> None:
         """Custom operators that code calls by their names, `torch.ops.package.name`."""

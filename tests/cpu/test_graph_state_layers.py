@@ -1,0 +1,40 @@
+"""What others put into classes of torch: compared where code can call it, and left alone elsewhere."""
+import pytest
+import torch
+from statekit import One, X, quietly
+
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.state_layers import is_of_torch
+from packgraph.graphs.state_walk import Walk
+
+SCALE = {0: 1.0}
+
+
+def scaled(module, x):
+    return module.linear(x) * SCALE[0]
+
+
+def functions(walk):
+    return {table.place.path for table in walk.tables if table.holder is scaled}
+
+
+@pytest.mark.parametrize(("kind", "names"), [(torch.nn.Module, ["__call__", "train", "__getattr__"]),
+                                             (torch.Tensor, ["add", "backward", "__torch_function__"])])
+def test_names_of_torchs_own_classes_are_known(kind, names):
+    assert all(is_of_torch(kind, name) for name in names) and not is_of_torch(kind, "scaled")
+
+
+def test_a_method_that_a_library_adds_to_all_modules_is_not_walked_where_no_code_names_it(monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "scaled", scaled, raising=False)
+    assert not functions(Walk(One(lambda module, x: module.linear(x))))
+
+
+def test_a_method_that_a_library_adds_to_all_modules_is_watched_where_code_names_it(monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "scaled", scaled, raising=False)
+    module = One(lambda module, x: module.scaled(x))
+    graphed = graph(module, warmup=0)
+    for scale in (1.0, 3.0):
+        monkeypatch.setitem(SCALE, 0, scale)
+        for _ in range(3):
+            assert torch.equal(quietly(graphed, X), module(X))
+    assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 6
