@@ -2,6 +2,7 @@
 import gc
 import importlib.util
 import random
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +19,11 @@ if importlib.util.find_spec("hypothesis") is not None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    # Who starts the tests by nohup, or by `&` in a script, hands down that these are ignored, and so to runs of tests.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -171,13 +171,7 @@ def command(*words: str, **options: Any) -> "subprocess.Popen[str]":
     source = Path(packgraph.train.__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "packgraph.cli", *words], env=environment, stderr=subprocess.PIPE,
-                            text=True, preexec_fn=heed_signals, **options)
-
-
-def heed_signals() -> None:
-    """Tests that run under nohup, or behind `&` of a script, would hand down that signals are ignored."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+                            text=True, **options)
 
 
 def test_a_closed_pipe_is_quiet() -> None:
