@@ -136,6 +136,7 @@ def test_a_timeout_that_beats_would_miss_is_refused():
         RunConfig(timeout=1.0)
 
 
+@pytest.mark.dist
 @pytest.mark.slow
 def test_torchrun_starts_ranks_again_until_the_run_is_done():
     """It keeps its store: what the ranks of before have said there must not end those of now."""

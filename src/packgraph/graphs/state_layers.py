@@ -19,6 +19,7 @@ from packgraph.graphs.state_tables import Place, Table, class_table, names_table
 
 _GLOBAL, _CLASS = "the global ", "the class attribute "
 _FILES = {torch.nn.Module: "torch.nn.modules.module", torch.Tensor: "torch._tensor"}  # where their bodies are
+_KNOWN: dict[int, Any] = {}  # by identity: what is not foreign, which stays so
 
 
 def layer_tables() -> list[Table]:
@@ -71,8 +72,20 @@ def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def is_foreign(value: Any) -> bool:
-    """Whether somebody else has put `value` among torch's functions."""
+def foreign(table: Table) -> list[tuple[str, Any]]:
+    """What somebody else has put among torch's functions."""
+    found = []
+    for name, value in table.entries:
+        if _KNOWN.get(id(value)) is value:
+            continue
+        if _is_foreign(value):
+            found.append((name, value))
+        else:
+            _KNOWN[id(value)] = value
+    return found
+
+
+def _is_foreign(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return not is_library(value.__globals__.get("__name__", ""))
     return _is_function(value) and row_of(value).treatment is not Treatment.IDENTITY

@@ -41,7 +41,7 @@ from packgraph.graphs.state_kinds import (
     row_of,
     value_key,
 )
-from packgraph.graphs.state_layers import is_foreign, is_of_torch, layer_tables
+from packgraph.graphs.state_layers import foreign, is_of_torch, layer_tables
 from packgraph.graphs.state_tables import (
     MISSING,
     Place,
@@ -455,9 +455,7 @@ class Walk:
         found = layer_tables()
         self.tables += found
         for table in found:
-            for name, value in table.entries:
-                if not is_foreign(value):
-                    continue
+            for name, value in foreign(table):
                 if is_of_torch(table.holder, name):
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
                 else:
