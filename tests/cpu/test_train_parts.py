@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,20 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
 def row(step: int, **changes: float) -> dict[str, float]:
     figures = {"step": step, "loss": 10.0 - step, "tokens": 80, "places": 100, "seconds": 0.5, "starting": step == 1}
     return figures | changes
+
+
+def test_a_log_holds_no_rows_in_memory(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, last_step=0)
+    log.write(row(1))
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for step in range(2, 1001):
+        log.write(row(step))
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert [entry["step"] for entry in log.rows] == list(range(1, 1001)) and grown < 100_000  # 272 KB as dictionaries
+    log.close()
+    assert len(log.rows) == 1000
 
 
 def test_metrics_are_cut_to_the_checkpoint(tmp_path: Path) -> None:

@@ -60,10 +60,10 @@ class MetricsLog:
         rows are cut. The numbers of the last are `damaged`."""
         self._path, self._board_path = folder / METRICS, folder / "tensorboard"
         found, self.damaged = _read_lines(self._path)
-        self.rows = [row for row in found if row["step"] <= last_step]
+        kept = [row for row in found if row["step"] <= last_step]
         with writing(self._path):
             cut = self._path.with_suffix(".tmp")
-            write_synced(cut, "".join(json.dumps(row) + "\n" for row in self.rows))
+            write_synced(cut, "".join(json.dumps(row) + "\n" for row in kept))
             os.replace(cut, self._path)
             sync_folder(folder)
             self._stream: IO[str] = self._path.open("a", encoding="utf-8")
@@ -75,9 +75,15 @@ class MetricsLog:
         """Whether TensorBoard events are written."""
         return self._board is not None
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, read from the file: a long run would fill the memory with them."""
+        if not self._stream.closed:
+            self._stream.flush()
+        return read_metrics(self._path)
+
     def write(self, row: Mapping[str, Any]) -> None:
         """Append the row of one step (JSON-able; `step` is its number)."""
-        self.rows.append(dict(row))
         with writing(self._path):
             self._stream.write(json.dumps(row) + "\n")
             self._stream.flush()
@@ -103,7 +109,7 @@ class MetricsLog:
 
 
 class RowsOnly:
-    """Stands for a MetricsLog on ranks that write nothing: keeps the rows of this process."""
+    """Stands for a MetricsLog on ranks that write nothing: keeps of the rows of this process what a summary needs."""
 
     has_board = True
 
@@ -113,7 +119,7 @@ class RowsOnly:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Keep the row."""
-        self.rows.append(dict(row))
+        self.rows.append({name: row[name] for name in (*NEEDED, "skipped") if name in row})
 
     def sync(self) -> None:
         """Nothing is written."""
