@@ -1,8 +1,10 @@
-"""The long matrix of ranks that fail: python tests/faults/matrix.py [WORD ...], also `make faults`.
+"""The long matrix of ranks that fail: python tests/faults/matrix.py [--device cuda] [WORD ...], also `make faults`.
 
 Every phase x layout x fault, without torchrun and with it; prints seconds from the fault until all other ranks have
 ended, their exit code, and whether each said exactly one line that names the rank. Words choose: dp-tp kill save ...
+On the device cuda, each rank on one of its own, ranks exchange data by NCCL; layouts of pairs need four.
 """
+import argparse
 import itertools
 import sys
 import tempfile
@@ -17,10 +19,11 @@ LAUNCHERS = ("plain", "torchrun")
 LIMIT = 15.0
 
 
-def verdict(layout: str, fault: str, phase: str, launcher: str) -> tuple[bool, str]:
+def verdict(layout: str, fault: str, phase: str, launcher: str, device: str) -> tuple[bool, str]:
     """Run one case; whether it went as it should, and a row of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        found = faultkit.run_with_fault(Path(folder), layout, fault, phase, torchrun=launcher == "torchrun")
+        found = faultkit.run_with_fault(Path(folder), layout, fault, phase, torchrun=launcher == "torchrun",
+                                        more=("--run.device", device))
     seconds = "none" if found.seconds is None else f"{found.seconds:.1f}"
     errors = [lines for rank, lines in found.errors().items() if rank not in (-1, 1)]
     lines = [line for own in errors for line in own]
@@ -36,7 +39,11 @@ def verdict(layout: str, fault: str, phase: str, launcher: str) -> tuple[bool, s
 def main() -> int:
     """Run all cases that the words leave; the exit code says whether all were good."""
     axes = [[*faultkit.LAYOUTS, *faultkit.PAIRS], list(FAULTS), list(PHASES), list(LAUNCHERS)]
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("words", nargs="*", help="of which layouts, faults, phases and launchers; none = all")
+    asked = parser.parse_args()
+    words = asked.words
     unknown = [word for word in words if not any(word in axis for axis in axes)]
     if unknown:
         raise SystemExit(f"unknown: {unknown}; known: {axes}")
@@ -45,7 +52,7 @@ def main() -> int:
     for layout, fault, phase, launcher in itertools.product(*chosen):
         if phase == "data" and fault != "raise":
             continue
-        good, row = verdict(layout, fault, phase, launcher)
+        good, row = verdict(layout, fault, phase, launcher, asked.device)
         wrong += not good
         print(row, flush=True)
     print(f"{wrong} wrong")
