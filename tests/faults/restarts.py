@@ -119,7 +119,7 @@ def same_layout(folder: Path, model: str, ranks: int, restarts: int) -> bool:
 def other_layouts(folder: Path, model: str, layouts: list[str], restarts: int) -> bool:
     """Whether starts with other numbers of ranks lead to the same weights but for rounding."""
     steps = 2 * restarts + 6
-    start(folder, "begun", model, layouts[0], 2, 0, 1)
+    start(folder, "begun", model, layouts[0], 4, 0, 1)
     begun = newest(folder, "begun")
     start(folder, "never-stopped", model, layouts[0], steps, 0, 1)
     for number in range(restarts):
