@@ -20,7 +20,7 @@ from packgraph.train.config import ConfigError, to_dict
 from packgraph.train.disagreements import disagreements
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
+from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from packgraph.train.presets import PRESETS, preset
 from packgraph.train.run_files import RunFileError, write_json
 from packgraph.train.run_folder import (
@@ -193,6 +193,14 @@ def test_a_given_name_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"exists already; choose another --run\.name, or go on with it by --resume"):
         choose_folder(config_at(tmp_path, name="mine"))
     assert choose_folder(config_at(tmp_path, name="mine", resume=True)) == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4, "ep": 4}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"cp": 2}],
+                         ids=lambda sizes: " ".join(sizes))
+def test_a_run_may_go_on_at_another_layout(tmp_path: Path, sizes: dict[str, int]) -> None:
+    config = config_at(tmp_path, name="mine")
+    write_json(tmp_path / CONFIG, to_dict(dataclasses.replace(config, parallel=ParallelConfig(dp=2, ep=2))))
+    check_same_run(tmp_path, dataclasses.replace(config, parallel=ParallelConfig(**sizes)))  # type: ignore[arg-type]
 
 
 def test_a_resumed_run_must_be_the_same(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def start(folder: Path, name: str, model: str, layout: str, steps: int, last: in
     resumed = (done.stdout + done.stderr).count("resumed from")
     print(f"{name}, {layout}: exit code {done.returncode}, resumed {resumed} times, {time.monotonic() - began:.0f} s",
           flush=True)
-    if done.returncode and restarts:
+    if done.returncode and (restarts or "in the configuration" in done.stderr):  # refused
         raise SystemExit(done.stderr[-3000:])
     return done.returncode
 

@@ -37,8 +37,8 @@ FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_
                   "offload.modules", "offload.budget", "offload.lost", "offload.fraction", "offload.min_bytes",
                   "offload.margin", "offload.delta_bytes_per_pp_rank", "offload.in_flight",
                   "offload.delay_until_replay", "parallel.time_rows",
-                  "run.init_from", "parallel.dp", "parallel.cp", "parallel.tp", "parallel.pp", "parallel.chunks",
-                  "parallel.sequence")
+                  "run.init_from", "parallel.dp", "parallel.cp", "parallel.tp", "parallel.pp", "parallel.ep",
+                  "parallel.chunks", "parallel.sequence")
 
 DECAY = "optimizer.decay_steps"
 # What may be changed on the way by saying so: a loss that is no number asks for it, or a document that is bad.
