@@ -18,11 +18,11 @@ from packgraph.bench.parts import build_part
 from packgraph.bench.rows import facts
 from packgraph.bench.timing import time_block
 from packgraph.bench.ways import room_for_code
-from packgraph.graphs.unused import free_unused
-from packgraph.offload.speed import copy_speed
-from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace
-from packgraph.plan.offload.search import plan_for_time
-from packgraph.plan.offload.simulate import simulate_offload
+from packgraph.graphs.memory.unused import free_unused
+from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
+from packgraph.offloading.search import plan_for_time
+from packgraph.offloading.simulate import simulate_offload
+from packgraph.offloading.speed import copy_speed
 
 
 def nothing(trace: OffloadTrace) -> OffloadPlan:

@@ -23,9 +23,9 @@ import torch
 from moe_experts import Row, Session
 from torch import Tensor
 
-from packgraph.ops.conv import packed_causal_conv
-from packgraph.ops.gated_norm import gated_rms_norm
-from packgraph.ops.ssd import chunked_ssd, ssd
+from packgraph.mamba.conv import packed_causal_conv
+from packgraph.mamba.gated_norm import gated_rms_norm
+from packgraph.mamba.ssd import chunked_ssd, ssd
 
 BYTES_PER_US, FLOPS_PER_US = 4.3e6, 797e6  # measured on an H200, docs/LOG.md
 SIZE, STATE = 64, 128
@@ -187,10 +187,10 @@ def time_neighbours(session: Session, case: Case) -> None:
 
 def time_pieces(session: Session, case: Case) -> None:
     """A row for every kernel of SSD alone."""
-    from packgraph.ops import ssd_backward_kernel as backward
-    from packgraph.ops import ssd_forward_kernel as forward
-    from packgraph.ops import ssd_kernel as kernels
-    from packgraph.ops import ssd_values_kernel as values
+    from packgraph.mamba import ssd_backward_kernel as backward
+    from packgraph.mamba import ssd_forward_kernel as forward
+    from packgraph.mamba import ssd_kernel as kernels
+    from packgraph.mamba import ssd_values_kernel as values
     x, dt, a, b, c, d = case.operands
     ids, dy, sizes = case.ids, case.grad, kernels.sizes_of(case.operands[0], case.operands[3], case.chunk)
     tables, through = kernels.tables_of(dt, a, ids, sizes)

@@ -31,9 +31,9 @@ from torch import Tensor
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, zero_gradients
 from packgraph.bench.rows import facts
 from packgraph.graphs.graphed import graph
-from packgraph.ops import attention_flash
-from packgraph.ops.attention import AttentionMetadata, attention, attention_metadata
-from packgraph.ops.attention_flash import flash_problems
+from packgraph.ops.attention import flash as attention_flash
+from packgraph.ops.attention.api import AttentionMetadata, attention, attention_metadata
+from packgraph.ops.attention.flash import flash_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.packing.batch import PackedBatch
-from packgraph.plan.stages import Stage, State, run_stages
 
 WORDS, WIDTH = 320, 8
 

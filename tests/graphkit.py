@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from packgraph.plan.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage, run_stages
 
 WIDTH, WORDS = 16, 11
 

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packgraph.mamba.conv import naive_packed_causal_conv
+from packgraph.mamba.gated_norm import naive_gated_rms_norm
+from packgraph.mamba.ssd import naive_ssd
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.mamba import MambaMixer
 from packgraph.models.mamba_config import MambaConfig
-from packgraph.ops.conv import naive_packed_causal_conv
-from packgraph.ops.gated_norm import naive_gated_rms_norm
-from packgraph.ops.ssd import naive_ssd
 
 CHUNK = 8
 MAMBA = MambaConfig(num_heads=4, head_dim=6, state=5, groups=2, chunk=CHUNK)

@@ -6,16 +6,16 @@ import torch
 
 from packgraph.graphs.choose import make_lanes
 from packgraph.graphs.graphed import GraphedModule, graph
-from packgraph.graphs.memory_trace import predict_bank, trace_memory
+from packgraph.graphs.memory.trace import predict_bank, trace_memory
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.plan import CopySpeed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
-from packgraph.plan.offload.plan import CopySpeed
 from packgraph.train.executor import sample_batch
 
 CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]

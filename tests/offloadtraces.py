@@ -1,7 +1,7 @@
 """Traces of offloading for tests: small ones of any kind, and layers as a decoder has them."""
 from hypothesis import strategies as st
 
-from packgraph.plan.offload.plan import CopySpeed, OffloadGroup, OffloadTrace
+from packgraph.offloading.plan import CopySpeed, OffloadGroup, OffloadTrace
 
 MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
 

@@ -4,8 +4,8 @@ import torch.nn.functional as functional
 from graphkit import WIDTH, WORDS
 from torch import nn
 
+from packgraph.graphs.stages import Stage, run_stages
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
-from packgraph.plan.stages import Stage, run_stages
 
 EXPERTS, TOP_K, INNER = 4, 2, 24
 # What experts save, by dtype and width: by single operations, and by hand.

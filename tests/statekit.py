@@ -7,7 +7,7 @@ from torch import nn
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.plan.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage, run_stages
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 import torch
 
-from packgraph.diagnose.matrix import tiny_config
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.build import build_model
+from packgraph.verification.matrix import tiny_config
 
 BROKEN = "norm.weight"
 

@@ -303,7 +303,7 @@ def _verify(words: list[str]) -> int:
     if own.help:
         print(VERIFY_INTRODUCTION)
         return 0
-    from packgraph.diagnose.command import verify_command
+    from packgraph.verification.command import verify_command
 
     equal = verify_command(config, own.steps, one_process=not own.skip_one_process, apart=own.apart)
     return 0 if equal else FAILED
@@ -361,14 +361,14 @@ def _plan_data(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
-    from packgraph.plan.drawing.picture import make_picture, picture_errors
-    from packgraph.plan.drawing.summary import summarize, title
-    from packgraph.plan.drawing.svg import draw_svg
-    from packgraph.plan.drawing.text import draw_text
-    from packgraph.plan.pipeline.csv import to_csv
-    from packgraph.plan.pipeline.schedule import legal_microbatches, make_schedule
-    from packgraph.plan.pipeline.slots import slot_counts
+    from packgraph.parallel.pipeline.csv import to_csv
+    from packgraph.parallel.pipeline.schedule import legal_microbatches, make_schedule
+    from packgraph.parallel.pipeline.slots import slot_counts
     from packgraph.train.plan_data import is_data_plan
+    from packgraph.viz.picture import make_picture, picture_errors
+    from packgraph.viz.summary import summarize, title
+    from packgraph.viz.svg import draw_svg
+    from packgraph.viz.text import draw_text
 
     if is_data_plan(words):
         return _plan_data(words)

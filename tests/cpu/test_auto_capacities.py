@@ -8,8 +8,8 @@ import pytest
 from trainkit import CPU, tiny
 
 from packgraph import cli
+from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.buckets.cost import FLASH4, CostModel
 from packgraph.train.auto_capacities import bucket_request, read_lengths, with_capacities
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.config import ConfigError, Layer, read_config, to_dict

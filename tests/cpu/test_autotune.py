@@ -10,7 +10,6 @@ import pytest
 import torch
 from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 
-from packgraph.diagnose.verify import verify
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import Control, graph
@@ -18,15 +17,16 @@ from packgraph.graphs.slot import Slots
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import single_process
-from packgraph.plan.choice import EAGER, REPLAY, SAMPLES, Choice, Timing
 from packgraph.train import autotune
 from packgraph.train.autotune import ATTEMPTS, FASTER, TIMED, Autotune, Clock
 from packgraph.train.build import build_model
+from packgraph.train.choice import EAGER, REPLAY, SAMPLES, Choice, Timing
 from packgraph.train.config_values import render
 from packgraph.train.executor import Executor, sample_batch
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import GraphConfig
 from packgraph.train.signals import StopRequest
+from packgraph.verification.verify import verify
 
 # Two of warm-up, five timed each way, and some after the choice; every step times all buckets.
 STEPS, ALL_ATTEMPTS = 2 + 2 * SAMPLES + 4, 2 + 2 * SAMPLES * ATTEMPTS + 2

@@ -24,8 +24,8 @@ from packgraph.bench.rows import Rows, facts, figures
 from packgraph.bench.timing import Deadline, rounds_in_turn
 from packgraph.bench.ways import Graphed
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.links import make_links
 from packgraph.parallel.mesh import Layout, single_process
+from packgraph.parallel.pipeline.links import make_links
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--documents", "4", "--mean", "10", "--sigma", "0.5"]

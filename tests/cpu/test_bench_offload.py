@@ -18,10 +18,10 @@ from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.guard import capturing
-from packgraph.graphs.unused import free_unused
-from packgraph.offload.group import Group
-from packgraph.plan.offload.knobs import plan_by_knobs
-from packgraph.plan.offload.plan import CopySpeed
+from packgraph.graphs.memory.unused import free_unused
+from packgraph.offloading.group import Group
+from packgraph.offloading.knobs import plan_by_knobs
+from packgraph.offloading.plan import CopySpeed
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
 from packgraph.bench.ways import Compiled, Graphed, Recorded, Setting, Way, make_way
 from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.stack import DecoderStack
-from packgraph.ops import attention as attention_module
+from packgraph.ops.attention import api as attention_module
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packgraph.ops.context_zigzag import tables_of
-from packgraph.ops.context_zigzag_naive import naive_prefixes, naive_rows
+from packgraph.ops.attention.kind import choose_context_kind, document_multiple, row_places, row_problems
+from packgraph.ops.attention.zigzag import tables_of
+from packgraph.ops.attention.zigzag_naive import naive_prefixes, naive_rows
 from packgraph.packing.capacity import Capacity, CapacitySet, places
 from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
 from packgraph.packing.waiting import pack_lengths
-from packgraph.plan.context.kind import choose_context_kind, document_multiple, row_places, row_problems
 from packgraph.train.executor import sample_batch
 
 

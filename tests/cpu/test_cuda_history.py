@@ -7,7 +7,7 @@ import torch
 from packgraph.graphs.cuda.backend import CudaWindow
 from packgraph.graphs.cuda.history import PoolHistory, blocks_of
 from packgraph.graphs.errors import CaptureError
-from packgraph.plan.memory.bank import Lifetime
+from packgraph.graphs.memory.bank import Lifetime
 
 KEPT, BRIEF, OTHER = (0, 1), (0, 2), (0, 0)
 POOLS = {KEPT: False, BRIEF: True}

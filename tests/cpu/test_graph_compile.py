@@ -20,10 +20,10 @@ from packgraph.graphs.compiled.opaque import CompiledCode
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph
 from packgraph.graphs.errors import PackgraphWarning, traced_line
 from packgraph.graphs.fallback import CAPTURE_FAILED
+from packgraph.graphs.stages import Stage, run_stages
 from packgraph.graphs.step import GraphedStep
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.stages import Stage, run_stages
 
 TRACED = "aot_eager"
 SMALL, LARGE = Capacity(32, 4), Capacity(64, 8)

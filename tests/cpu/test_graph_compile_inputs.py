@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import packgraph
-from packgraph.plan.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage, run_stages
 
 TRACED = "aot_eager"
 

@@ -9,7 +9,7 @@ from torch import nn
 from packgraph.graphs.claim import Claim
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
-from packgraph.plan.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage, run_stages
 
 WIDTH = 8
 

@@ -13,9 +13,9 @@ from torch import nn
 from packgraph import eager
 from packgraph.graphs.fallback import OTHER_STATE
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.stages import Stage, run_stages
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.stages import Stage, run_stages
 
 ROWS, WIDTH = 6, 8
 NAMES = ("attn", "mlp", "mamba", "head")

@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 import torch
 
-from packgraph.graphs import peak_memory
+from packgraph.graphs.memory import peak as peak_memory
 
 DEVICE = torch.device("cuda", 0)
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.plan.stages import Stage, run_stages
+from packgraph.graphs.stages import Stage, run_stages
 
 
 class One(nn.Module):

@@ -8,8 +8,8 @@ import packgraph
 from packgraph.graphs.compiled.opaque import CompiledCode
 from packgraph.graphs.compiled.products import AddingCode, Product, take_products
 from packgraph.graphs.fallback import SAVED_TENSOR_HOOKS
+from packgraph.graphs.stages import Stage, run_stages
 from packgraph.moe.experts import Experts
-from packgraph.plan.stages import Stage, run_stages
 
 TRACED = "aot_eager"
 

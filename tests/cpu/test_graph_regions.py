@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph.graphs.recorder.pool import Block, RecorderPool
-from packgraph.plan.regions import GRANULARITIES, STAGE_NAMES, Run, cut_runs, expand_scope, scope_errors
+from packgraph.graphs.regions import GRANULARITIES, STAGE_NAMES, Run, cut_runs, expand_scope, scope_errors
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ import pytest
 import torch
 from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 
-from packgraph.graphs import memory_trace
 from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
+from packgraph.graphs.memory import trace as memory_trace
+from packgraph.graphs.memory.bank import BankModel
+from packgraph.graphs.memory.budget import budget_bytes, shown
+from packgraph.packing.buckets.choose import choose_buckets
+from packgraph.packing.buckets.lengths import LengthHistogram
+from packgraph.packing.buckets.request import BucketRequest
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.buckets.choose import choose_buckets
-from packgraph.plan.buckets.lengths import LengthHistogram
-from packgraph.plan.buckets.request import BucketRequest
-from packgraph.plan.memory.bank import BankModel
-from packgraph.plan.memory.budget import budget_bytes, shown
 from packgraph.train import memory_budget
 from packgraph.train.auto_capacities import bucket_request
 from packgraph.train.bucket_options import BucketConfig

@@ -8,10 +8,10 @@ from graphkit import Toy, make_toy, toy_inputs, toy_loss
 from torch import nn
 
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.memory_trace import pool_model, trace_memory
+from packgraph.graphs.memory.bank import BankModel, MemoryTrace
+from packgraph.graphs.memory.trace import pool_model, trace_memory
 from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory.bank import BankModel, MemoryTrace
 
 SIZES = (40, 16, 24)
 

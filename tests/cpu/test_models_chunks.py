@@ -11,8 +11,8 @@ import packgraph
 from packgraph.models.decoder import DecoderConfig, DecoderModel, stage_layers
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.sizes import expert_weights, layer_cost, token_weights
-from packgraph.plan.chunks import split_layers
-from packgraph.plan.work import BALANCE, Work
+from packgraph.models.work import BALANCE, Work
+from packgraph.parallel.pipeline.chunks import split_layers
 from packgraph.train.presets import preset
 
 CONFIG = DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=5, num_heads=2, num_kv_heads=1,

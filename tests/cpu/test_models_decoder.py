@@ -3,10 +3,10 @@ import pytest
 import torch
 from model_batches import HandBatch, hand_batch, random_documents
 
+from packgraph.graphs.stages import Staged
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.stages import Staged
 
 CONFIG = DecoderConfig(vocab_size=40, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=4, num_kv_heads=2,
                      head_dim=8, rope_theta=1e4, initializer_range=0.2)

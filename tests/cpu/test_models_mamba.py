@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from mambakit import CHUNK, EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid, with_bias
 from model_batches import hand_batch, random_documents
 
-from packgraph.diagnose.matrix import random_packs, tiny_hybrid_config
-from packgraph.diagnose.verify import verify
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.regions import scope_errors
 from packgraph.models import stack
 from packgraph.models.decoder import DecoderModel, named_stages
 from packgraph.models.layers.mamba import FIRST_DECAY, FIRST_STEP, MambaMixer
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.regions import scope_errors
+from packgraph.verification.matrix import random_packs, tiny_hybrid_config
+from packgraph.verification.verify import verify
 
 EDGES = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
 SCOPES = [("layer", None), ("chunk", None), ("layer", ("mamba",)), ("chunk", ("mamba", "attn", "mlp", "moe_router"))]

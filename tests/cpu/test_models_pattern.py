@@ -13,9 +13,9 @@ from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.mamba_config import MambaConfig
 from packgraph.models.pattern import BRANCHES, read_pattern, write_pattern
 from packgraph.models.sizes import token_weights
+from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems
-from packgraph.plan.buckets.cost import CostModel
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.plan_context import context_cost
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import packgraph
+from packgraph.graphs.regions import scope_errors
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel, named_stages
 from packgraph.models.expert_config import ExpertConfig
@@ -13,7 +14,6 @@ from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.regions import scope_errors
 
 CAPACITY = Capacity(32, 4)
 EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, first_dense=1, score="sigmoid",

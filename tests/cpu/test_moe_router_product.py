@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import packgraph
 from packgraph.graphs.compiled.products import AddingCode
+from packgraph.graphs.stages import Stage, run_stages
 from packgraph.models.config import DecoderConfig
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.moe import Gate
@@ -20,7 +21,6 @@ from packgraph.moe.router_product import (
     naive_router_logits,
     router_logits,
 )
-from packgraph.plan.stages import Stage, run_stages
 
 BF16 = torch.bfloat16
 LARGEST = torch.finfo(torch.float32).max

@@ -14,7 +14,7 @@ from packgraph.graphs.step import GraphedStep
 from packgraph.moe.stash.ops import put, reserve, take
 from packgraph.moe.stash.pages import DEMAND, HEAD, HEADER, NEED_HI, OVERFLOW, Pages, naive_reserve
 from packgraph.moe.stash.stash import Stash
-from packgraph.plan.pipeline.schedule import make_schedule
+from packgraph.parallel.pipeline.schedule import make_schedule
 
 PAGE, ROWS, PLENTY = 4, 30, 400
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from packgraph.graphs.lanes import captured_lanes
 from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.packing.batch import PackedBatch
-from packgraph.plan.offload.plan import KEPT, OffloadPlan, OffloadTrace
 
 VARIED = {"counts": (1, 2, 1, 3), "capacities": CAPACITIES}
 SETS = [("attn_norm",), ("qkv_linear",), ("core_attn",), ("core_attn", "attn_proj"), ("mlp_norm",), ("mlp_act",)]

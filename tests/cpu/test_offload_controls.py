@@ -8,9 +8,9 @@ from offloadkit import DENSE, batches, config, engine_of, same, train
 from packgraph.graphs.lanes import HostMemory, aligned
 from packgraph.graphs.recorder.lanes import EmulatedLanes, Queues, RecordedLanes, plain
 from packgraph.models.decoder import DecoderModel
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
-from packgraph.offload.group import Group
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.group import Group
 
 
 def numbers(value: float, count: int = 6) -> torch.Tensor:

@@ -8,9 +8,9 @@ from torch import nn
 
 from packgraph.graphs.lanes import captured_lanes
 from packgraph.graphs.recorder.lanes import EmulatedLanes
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
-from packgraph.offload.group import Group
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.group import Group
 
 INPUT = torch.linspace(0.0, 1.0, 8)
 MODULES = ("core_attn", "attn_proj", "mlp_act")

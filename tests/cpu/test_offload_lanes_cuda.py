@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
-from packgraph.graphs import peak_memory
 from packgraph.graphs.cuda.lanes import CudaLanes, streams_beside
 from packgraph.graphs.lanes import HostMemories
+from packgraph.graphs.memory import peak as peak_memory
 from packgraph.graphs.recorder.lanes import plain
 
 

@@ -5,9 +5,9 @@ from torch import nn
 
 import packgraph
 from packgraph.graphs.recorder.lanes import EmulatedLanes
-from packgraph.offload.attach import attach, layer_names, layer_numbers
-from packgraph.offload.engine import Offload
-from packgraph.offload.marks import nowhere
+from packgraph.offloading.attach import attach, layer_names, layer_numbers
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.marks import nowhere
 
 
 class Layer(nn.Module):

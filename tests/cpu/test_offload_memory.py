@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 from packgraph.graphs.lanes import DeviceMemory
 from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
-from packgraph.offload.group import Memory
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.group import Memory
+from packgraph.offloading.json import from_json, to_json
+from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.search import plan_for_bytes, plan_for_time
 from packgraph.packing.batch import PackedBatch
-from packgraph.plan.offload.json import from_json, to_json
-from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload.search import plan_for_bytes, plan_for_time
 
 SPEED = CopySpeed(1e9, 1e9, 0.0)  # memory is a matter of the program's order
 WITHIN = 0.02

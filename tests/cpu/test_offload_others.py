@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import packgraph
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.recorder.lanes import EmulatedLanes
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import LOOKS, Offload
-from packgraph.offload.marks import nowhere
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import LOOKS, Offload
+from packgraph.offloading.marks import nowhere
 
 NAMES = ("core_attn", "mlp_act")
 SIZE = 32

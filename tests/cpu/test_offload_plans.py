@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from offloadkit import DENSE, config, same, train
 
-from packgraph.plan.offload.plan import KEPT, OffloadPlan, plan_errors
+from packgraph.offloading.plan import KEPT, OffloadPlan, plan_errors
 
 COUNTS = (1, 1, 2)
 

@@ -6,12 +6,12 @@ import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warmed
 
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.memory_trace import trace_memory
+from packgraph.graphs.memory.trace import trace_memory
 from packgraph.graphs.recorder.backend import RecorderBackend, RecorderWindow
 from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.graphs.step import GraphedStep
-from packgraph.plan.offload.plan import CopySpeed
-from packgraph.plan.offload.search import plan_for_time
+from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.search import plan_for_time
 
 POLICIES = {"everything": None, "half": by_hand(fraction=0.5), "planned": lambda trace: plan_for_time(
     trace, CopySpeed(), 0.5)}

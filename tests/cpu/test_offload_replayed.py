@@ -12,11 +12,11 @@ from packgraph.graphs.microbatch import forward_backward
 from packgraph.graphs.recorder import lanes as recorder_lanes
 from packgraph.graphs.recorder.lanes import RecordedLanes
 from packgraph.models.decoder import DecoderModel
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.train import offloading
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.signals import StopRequest

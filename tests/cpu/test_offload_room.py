@@ -11,11 +11,11 @@ from offloadkit import DENSE, config, same, train
 
 from packgraph.graphs.lanes import DeviceMemory
 from packgraph.graphs.recorder.lanes import EmulatedLanes
-from packgraph.offload import engine
-from packgraph.offload.engine import Offload
-from packgraph.offload.room import Room
-from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
-from packgraph.plan.offload.plan import KEPT, CopySpeed
+from packgraph.offloading import engine
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.plan import KEPT, CopySpeed
+from packgraph.offloading.room import Room
 
 
 class Told(EmulatedLanes):

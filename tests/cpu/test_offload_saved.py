@@ -9,12 +9,12 @@ from torch import nn
 
 from packgraph.graphs.recorder import lanes as recorder_lanes
 from packgraph.graphs.recorder.lanes import EmulatedLanes
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
-from packgraph.offload.group import Group
-from packgraph.offload.marks import nowhere
-from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
-from packgraph.plan.offload.plan import CopySpeed
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.group import Group
+from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.marks import nowhere
+from packgraph.offloading.plan import CopySpeed
 
 NAMES = ("core_attn", "mlp_act")
 

@@ -6,12 +6,12 @@ from torch import nn
 
 from packgraph.graphs.recorder.lanes import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import Offload
-from packgraph.offload.speed import copy_speed
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import Offload
+from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.speed import copy_speed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.offload.plan import CopySpeed
 
 COMPUTE, WAIT = 10.0, 1000.0
 

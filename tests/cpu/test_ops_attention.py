@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from model_batches import hand_batch
 from torch import Tensor
 
-from packgraph.ops import attention_varlen
-from packgraph.ops.attention import attention, attention_metadata, choose_backend
+from packgraph.ops.attention import varlen as attention_varlen
+from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
 
 # both sides are float32 sums of at most 24 terms of size one in different order
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
@@ -84,13 +84,13 @@ def test_metadata_holds_a_mask_only_where_one_is_read():
 
 def test_backend_follows_device_dtype_and_head_sizes(monkeypatch):
     cuda = torch.device("cuda")
-    monkeypatch.setattr("packgraph.ops.attention.flash_problems", lambda *facts: ["flash-attn-4 is not installed"])
+    monkeypatch.setattr("packgraph.ops.attention.api.flash_problems", lambda *facts: ["flash-attn-4 is not installed"])
     assert choose_backend(torch.device("cpu"), torch.bfloat16, 64, 64).name == "sdpa"
     assert choose_backend(cuda, torch.bfloat16, 128, 128) == ("varlen", "no flash: flash-attn-4 is not installed")
     assert choose_backend(cuda, torch.bfloat16, 192, 128).name == "varlen"
     assert choose_backend(cuda, torch.float32, 128, 128).name == "sdpa"
     assert "head_dim is 20" in choose_backend(cuda, torch.bfloat16, 20, 20).reason
-    monkeypatch.setattr("packgraph.ops.attention.flash_problems", lambda *facts: [])
+    monkeypatch.setattr("packgraph.ops.attention.api.flash_problems", lambda *facts: [])
     assert str(choose_backend(cuda, torch.bfloat16, 192, 128)) == "flash"
 
 

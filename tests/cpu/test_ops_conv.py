@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from model_batches import hand_batch
 from ssmkit import NAN, conv_inputs, ids_of, with_gradients
 
-from packgraph.ops.conv import conv_problems, naive_packed_causal_conv, packed_causal_conv
-from packgraph.ops.documents import live_document_ids
+from packgraph.mamba.conv import conv_problems, naive_packed_causal_conv, packed_causal_conv
+from packgraph.mamba.documents import live_document_ids
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import packgraph
 from packgraph.bench.models import SHAPES, draw_batches
 from packgraph.models.decoder import DecoderModel
-from packgraph.ops import attention_flash
-from packgraph.ops.attention import attention, attention_metadata
-from packgraph.ops.attention_flash import Kernels, Library, flash_problems, repeats_heads
+from packgraph.ops.attention import flash as attention_flash
+from packgraph.ops.attention.api import attention, attention_metadata
+from packgraph.ops.attention.flash import Kernels, Library, flash_problems, repeats_heads
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

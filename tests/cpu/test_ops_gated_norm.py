@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ssmkit import with_gradients
 
-from packgraph.ops.gated_norm import gated_rms_norm, naive_gated_rms_norm
+from packgraph.mamba.gated_norm import gated_rms_norm, naive_gated_rms_norm
 
 
 @settings(max_examples=20)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from packgraph.ops.loss import linear_cross_entropy, naive_linear_cross_entropy, rows_per_chunk, token_count
+from packgraph.ops.loss.api import linear_cross_entropy, naive_linear_cross_entropy, rows_per_chunk, token_count
 
 # float32 sums of up to 24 rows in different order
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.ops import loss
-from packgraph.ops.loss import IGNORED, naive_gradient_of_logits
+from packgraph.ops.loss import api as loss
+from packgraph.ops.loss.api import IGNORED, naive_gradient_of_logits
 
 pytestmark = needs_triton
 
@@ -13,7 +13,7 @@ pytestmark = needs_triton
 @inside
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 50), (torch.bfloat16, 9000)], ids=str)
 def test_kernel_equals_the_operations(dtype, size):
-    from packgraph.ops.loss_kernel import logits_to_gradients
+    from packgraph.ops.loss.kernel import logits_to_gradients
     torch.manual_seed(0)
     logits = (4 * torch.randn(6, size)).to(dtype)
     logits[1, 7] = 60.0  # a target with probability 1
@@ -32,7 +32,7 @@ def test_kernel_equals_the_operations(dtype, size):
 @pytest.mark.parametrize("label", [-1, 50, 64, 5000, -101, 2**40, -(2**40)])
 def test_a_label_outside_the_vocabulary_reads_nothing_and_makes_nan(label):
     """The rows lie in a larger buffer, whose other numbers an illegal label would find."""
-    from packgraph.ops.loss_kernel import logits_to_gradients
+    from packgraph.ops.loss.kernel import logits_to_gradients
     torch.manual_seed(0)
     buffer = torch.randn(5, 64)
     logits, around = buffer[1:4, :50], buffer.clone()
@@ -51,7 +51,7 @@ def test_a_label_outside_the_vocabulary_reads_nothing_and_makes_nan(label):
 @pytest.mark.parametrize("chunk", [4, 16])
 def test_compiled_loss_holds_the_kernel(monkeypatch, chunk):
     """What it writes to, it writes to in compiled code as well: chunk after chunk, views of the losses among it."""
-    from packgraph.ops.loss_kernel import logits_to_gradients
+    from packgraph.ops.loss.kernel import logits_to_gradients
 
     def by_kernel(logits, labels, losses, *, wanted):
         logits_to_gradients(logits, labels, losses)

@@ -11,8 +11,8 @@ import packgraph
 from packgraph.bench.models import SHAPES, draw_batches
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.merged import MergedProjections
-from packgraph.ops import merged_linear as merging
-from packgraph.ops.merged_linear import lay_side_by_side, merged_linear, naive_merged_linear, one_matrix
+from packgraph.ops import linear as merging
+from packgraph.ops.linear import lay_side_by_side, merged_linear, naive_merged_linear, one_matrix
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from ssmkit import NAN, ids_of, ssd_inputs, with_gradients
 
 from packgraph.graphs.graphed import graph
-from packgraph.ops.conv import packed_causal_conv
-from packgraph.ops.ssd import naive_ssd, ssd, ssd_problems
+from packgraph.mamba.conv import packed_causal_conv
+from packgraph.mamba.ssd import naive_ssd, ssd, ssd_problems
 
 LIMITS = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 Q = 8

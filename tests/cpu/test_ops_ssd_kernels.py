@@ -6,8 +6,8 @@ import torch
 from interpreterkit import INSIDE, inside, needs_triton, outside, run_in_interpreter
 from ssmkit import NAN, conv_inputs, distances, ids_of, mend_interpreter, ssd_inputs, with_gradients
 
-from packgraph.ops.conv import plain_packed_causal_conv
-from packgraph.ops.ssd import chunked_ssd
+from packgraph.mamba.conv import plain_packed_causal_conv
+from packgraph.mamba.ssd import chunked_ssd
 
 pytestmark = needs_triton
 LIMITS = {torch.float32: 3e-6, torch.float16: 5e-3}  # the interpreter knows no products of bfloat16
@@ -20,7 +20,7 @@ def _interpreter(monkeypatch):
 
 
 def ssd_kernels(ids, chunk):
-    from packgraph.ops.ssd_op import ssd_by_kernels
+    from packgraph.mamba.ssd_op import ssd_by_kernels
     return lambda *leaves: ssd_by_kernels(*leaves, ids, chunk)
 
 
@@ -51,7 +51,7 @@ def test_ssd_equals_the_operations(lengths, padding, chunk, sizes, dtype):
 
 @inside
 def test_ssd_shares_heads_out_among_programs(monkeypatch):
-    from packgraph.ops import ssd_backward_kernel
+    from packgraph.mamba import ssd_backward_kernel
     ids, inputs, grad = ids_of([5, 9], 2), ssd_inputs(16, 4, 3, 1, 5), torch.randn(16, 4, 3)
     results = []
     for enough, parts in ((1, 1), (2, 2)):
@@ -64,15 +64,15 @@ def test_ssd_shares_heads_out_among_programs(monkeypatch):
 
 def other_ways(monkeypatch, **given):
     """Have forward and backward made in these ways instead of those of the table."""
-    from packgraph.ops import ssd_backward_kernel, ssd_forward_kernel
-    from packgraph.ops.ssd_ways import Ways
+    from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
+    from packgraph.mamba.ssd_ways import Ways
     for kernels in (ssd_forward_kernel, ssd_backward_kernel):
         monkeypatch.setattr(kernels, "ways_of", lambda *sizes: Ways(**given))
 
 
 def grouped(tile, share):
     """Every piece in a way that is not the usual one."""
-    from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Shared, Tables, Values
+    from packgraph.mamba.ssd_ways import Carry, Mix, Pairs, Shared, Tables, Values
     return {"tables": Tables(32, 128), "carry": Carry(columns=64, rows=16),
             "mix": Mix("groups", tile, share),
             "back": Carry(columns=16), "pairs": Pairs(share, products=True), "of_c": Shared(128, share),
@@ -104,7 +104,7 @@ def test_every_way_equals_the_operations(tile, share, chunk, sizes, dtype, monke
     (16, 16, {"heads": 4, "groups": 2}, torch.float16), (64, 64, {"heads": 1, "groups": 1}, torch.float32),
     (32, 32, {"heads": 2, "groups": 1, "size": 40, "state": 20, "skip": False}, torch.float32)], ids=str)
 def test_states_that_are_never_written_down(columns, chunk, sizes, dtype, monkeypatch):
-    from packgraph.ops.ssd_ways import Mix
+    from packgraph.mamba.ssd_ways import Mix
     ids, used = ids_of([0, 3, 5, 1, 39], 16, 2), 48
     inputs = ssd_inputs(len(ids), dtype=dtype, **sizes)
     wanted = chunked_ssd(*[None if value is None else value.double() for value in inputs], ids, chunk)
@@ -118,7 +118,7 @@ def test_states_that_are_never_written_down(columns, chunk, sizes, dtype, monkey
 @inside
 @pytest.mark.parametrize("part", ["mix", "values"])
 def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
-    from packgraph.ops.ssd_ways import Mix, Values
+    from packgraph.mamba.ssd_ways import Mix, Values
     other_ways(monkeypatch, **{part: {"mix": Mix, "values": Values}[part](tile=128)})
     with pytest.raises(ValueError, match=r"tiles of 64 rows.*got tile=128"):
         with_gradients(ssd_kernels(ids_of([20]), 128), ssd_inputs(20, 1, 3, 1, 5), torch.randn(20, 1, 3))
@@ -128,7 +128,7 @@ def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
 @pytest.mark.parametrize("way", [None, "groups", "through"])
 def test_a_changed_document_leaves_the_others_in_kernels(way, monkeypatch):
     if way is not None:
-        from packgraph.ops.ssd_ways import Mix
+        from packgraph.mamba.ssd_ways import Mix
         other_ways(monkeypatch, **grouped(16, 1) | ({} if way == "groups" else {"mix": Mix("through", columns=16)}))
     ids, changed = ids_of([5, 8, 16], 3), slice(5, 13)
     inputs, grad = ssd_inputs(32, 1, 3, 1, 5), torch.randn(32, 1, 3)
@@ -169,7 +169,7 @@ def test_compiled_ssd_holds_the_kernels():
     ([2, 5], 0, 5, 1, False, True), ([], 9, 4, 2, True, True),
 ], ids=str)
 def test_convolution_equals_the_operations(lengths, padding, channels, taps, bias, activation):
-    from packgraph.ops.conv_kernel import convolve
+    from packgraph.mamba.conv_kernel import convolve
     ids, used = ids_of(lengths, padding, 1), sum(lengths)
     inputs = conv_inputs(len(ids), channels, taps, bias=bias)
     grad = torch.randn(len(ids), channels)
@@ -184,7 +184,7 @@ def test_convolution_equals_the_operations(lengths, padding, channels, taps, bia
 
 @inside
 def test_compiled_convolution_holds_the_kernel():
-    from packgraph.ops.conv_kernel import convolve
+    from packgraph.mamba.conv_kernel import convolve
     ids, inputs, grad = ids_of([5, 9], 2), conv_inputs(16), torch.randn(16, 6)
     compiled = torch.compile(convolve, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(with_gradients(lambda *leaves: compiled(*leaves, ids, True), inputs, grad),

@@ -6,8 +6,8 @@ from torch import nn
 import packgraph
 from packgraph.graphs.graphed import control, graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.parallel.links import Links
-from packgraph.parallel.pipeline import Pipeline
+from packgraph.parallel.pipeline.executor import Pipeline
+from packgraph.parallel.pipeline.links import Links
 
 CAPACITY = packgraph.Capacity(24, 4)
 TOKENS = torch.tensor(15)

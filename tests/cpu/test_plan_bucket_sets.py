@@ -3,8 +3,8 @@ import itertools
 
 import pytest
 
-from packgraph.plan.buckets.cost import CostModel
-from packgraph.plan.buckets.sets import Grid, cost_of, grid_of, is_nested, nested_sets, swapped, tight_cost
+from packgraph.packing.buckets.cost import CostModel
+from packgraph.packing.buckets.sets import Grid, cost_of, grid_of, is_nested, nested_sets, swapped, tight_cost
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies

@@ -8,17 +8,17 @@ from math import log
 import numpy as np
 import pytest
 
+from packgraph.packing.buckets.choose import choose_buckets, measure
+from packgraph.packing.buckets.cost import FLASH4, CostModel, LinearMemory
+from packgraph.packing.buckets.cover import covering_places, covering_sizes
+from packgraph.packing.buckets.lengths import LengthHistogram
+from packgraph.packing.buckets.packing import PackingPolicy, pack_sample
+from packgraph.packing.buckets.proposals import Judge, proposals
+from packgraph.packing.buckets.request import BucketRequest, within_budget
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import Document
 from packgraph.packing.pack import pack, pack_stream
 from packgraph.packing.report import PackReport
-from packgraph.plan.buckets.choose import choose_buckets, measure
-from packgraph.plan.buckets.cost import FLASH4, CostModel, LinearMemory
-from packgraph.plan.buckets.cover import covering_places, covering_sizes
-from packgraph.plan.buckets.lengths import LengthHistogram
-from packgraph.plan.buckets.packing import PackingPolicy, pack_sample
-from packgraph.plan.buckets.proposals import Judge, proposals
-from packgraph.plan.buckets.request import BucketRequest, within_budget
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies

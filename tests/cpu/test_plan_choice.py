@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.plan.choice import (
+from packgraph.train.choice import (
     EAGER,
     FEWEST_SAMPLES,
     MARGIN,
@@ -20,7 +20,7 @@ from packgraph.plan.choice import (
     Vote,
     choose,
 )
-from packgraph.plan.timing_turns import Turns
+from packgraph.train.timing_turns import Turns
 
 MILLISECONDS = st.floats(0.01, 1000.0)
 SOME = st.lists(MILLISECONDS, min_size=FEWEST_SAMPLES, max_size=12)

@@ -10,14 +10,14 @@ import pytest
 
 from packgraph import cli
 from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
-from packgraph.plan.buckets.cost import FLASH4, CostModel
-from packgraph.plan.context.bins import fullest
-from packgraph.plan.context.bound import _share, lower_bound
-from packgraph.plan.context.cost import ContextCost, fit
-from packgraph.plan.context.plan import ContextPlan, plan_context
-from packgraph.plan.context.request import ContextRequest, powers_of_two
-from packgraph.plan.drawing.context import context_values, describe_context
-from packgraph.plan.drawing.context_svg import draw_context_svg
+from packgraph.packing.buckets.cost import FLASH4, CostModel
+from packgraph.parallel.context.bins import fullest
+from packgraph.parallel.context.bound import _share, lower_bound
+from packgraph.parallel.context.cost import ContextCost, fit
+from packgraph.parallel.context.plan import ContextPlan, plan_context
+from packgraph.parallel.context.request import ContextRequest, powers_of_two
+from packgraph.viz.context import context_values, describe_context
+from packgraph.viz.context_svg import draw_context_svg
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies

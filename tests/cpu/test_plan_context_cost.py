@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from packgraph.plan.buckets.cost import FLASH4
-from packgraph.plan.context.cost import COEFFICIENTS, ContextCost, RowTiming, fit
-from packgraph.plan.context.plan import plan_context
-from packgraph.plan.context.request import ContextRequest
+from packgraph.packing.buckets.cost import FLASH4
+from packgraph.parallel.context.cost import COEFFICIENTS, ContextCost, RowTiming, fit
+from packgraph.parallel.context.plan import plan_context
+from packgraph.parallel.context.request import ContextRequest
 
 FLASH = ContextCost.of(FLASH4)
 PLAIN = ContextCost(microbatch_us=10.0, token_us=1.0, attention_us=0.1, group_us=10.0, exchange_us=0.5, document_us=1.0)
@@ -34,7 +34,7 @@ def test_costs_are_found_again_from_timings(zigzag):
 
 
 def test_a_row_in_zigzag_pays_for_all_keys_and_for_two_places_on_every_rank():
-    """In columns: what ranks send and get, and what stands in their rows, is what ops/context_zigzag.py says."""
+    """In columns: what ranks send and get, and what stands in their rows, is what ops/attention/zigzag.py says."""
     cost = ContextCost(microbatch_us=1.0, token_us=1.0, attention_us=0.01, group_us=8.0, exchange_us=100.0,
                        document_us=5.0, tile_us=3.0, gather_us=10.0, zigzag=(4,))
     assert cost.base_us(1, 64) == 1 + 64 and cost.base_us(2, 64) == 1 + 64 + 8 + 100 * 32

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph import cli
-from packgraph.plan.drawing.picture import chunk_name, make_picture
-from packgraph.plan.drawing.summary import summarize, title
-from packgraph.plan.drawing.svg import draw_svg
-from packgraph.plan.drawing.text import draw_text
-from packgraph.plan.pipeline.csv import from_csv
-from packgraph.plan.pipeline.schedule import make_schedule
-from packgraph.plan.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.csv import from_csv
+from packgraph.parallel.pipeline.schedule import make_schedule
+from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.viz.picture import chunk_name, make_picture
+from packgraph.viz.summary import summarize, title
+from packgraph.viz.svg import draw_svg
+from packgraph.viz.text import draw_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.graphs import memory_trace
+from packgraph.graphs.memory import trace as memory_trace
+from packgraph.graphs.memory.bank import BankModel, Lifetime, MemoryTrace, on_line
+from packgraph.graphs.memory.caching import MEBIBYTE, CachingPool
+from packgraph.graphs.memory.expandable import ExpandablePool
+from packgraph.graphs.memory.first_fit import FirstFitPool, place_blocks
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory.bank import BankModel, Lifetime, MemoryTrace, on_line
-from packgraph.plan.memory.caching import MEBIBYTE, CachingPool
-from packgraph.plan.memory.expandable import ExpandablePool
-from packgraph.plan.memory.first_fit import FirstFitPool, place_blocks
 
 KIB = 1024
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtraces import decoder_trace, make_trace, small_traces, speeds
 
-from packgraph.plan.drawing.offload_chrome import chrome_trace
-from packgraph.plan.drawing.offload_picture import COMPUTE, COPY, LANES, WAIT, offload_blocks, offload_figures
-from packgraph.plan.drawing.offload_svg import draw_offload_svg
-from packgraph.plan.drawing.offload_text import offload_table
-from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
-from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload.simulate import OffloadTimeline, simulate_offload
+from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
+from packgraph.viz.offload_chrome import chrome_trace
+from packgraph.viz.offload_picture import COMPUTE, COPY, LANES, WAIT, offload_blocks, offload_figures
+from packgraph.viz.offload_svg import draw_offload_svg
+from packgraph.viz.offload_text import offload_table
 
 SVG = "{http://www.w3.org/2000/svg}"
 EMPTY = OffloadTrace((), 0.0, 0.0)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offloadtraces import compiled_trace, decoder_trace, make_trace, small_traces, speeds
 
-from packgraph.plan.offload.json import from_json, to_json
-from packgraph.plan.offload.knobs import OffloadKnobs, knob_moves, plan_by_knobs
-from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadTrace, plan_errors
-from packgraph.plan.offload.rules import MODULES, why_not
-from packgraph.plan.offload.simulate import simulate_offload
-from packgraph.plan.regions import MOE_STAGES, Run, cut_runs
-from packgraph.plan.stages import Stage
+from packgraph.graphs.regions import MOE_STAGES, Run, cut_runs
+from packgraph.graphs.stages import Stage
+from packgraph.offloading.json import from_json, to_json
+from packgraph.offloading.knobs import OffloadKnobs, knob_moves, plan_by_knobs
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadTrace, plan_errors
+from packgraph.offloading.rules import MODULES, why_not
+from packgraph.offloading.simulate import simulate_offload
 
 TEN = make_trace([10, 10, 10, 1, 10, 10, 10, 10, 10, 10], [10.0] * 10)
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtraces import compiled_trace, decoder_trace, make_trace, measured_trace, small_traces, speeds
 
-from packgraph.plan.offload.check import timeline_errors
-from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload.search import least_peak_bytes, plan_for_bytes, plan_for_time
-from packgraph.plan.offload.sets import candidates
-from packgraph.plan.offload.simulate import predicted, simulate_offload, with_releases
+from packgraph.offloading.check import timeline_errors
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.search import least_peak_bytes, plan_for_bytes, plan_for_time
+from packgraph.offloading.sets import candidates
+from packgraph.offloading.simulate import predicted, simulate_offload, with_releases
 
 H200 = CopySpeed(50_000.0, 52_000.0, 10.0)
 NEAR = 1e-5

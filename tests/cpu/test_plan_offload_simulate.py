@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtraces import make_trace, small_traces, speeds
 
-from packgraph.plan.offload.check import timeline_errors
-from packgraph.plan.offload.passes import Passes
-from packgraph.plan.offload.plan import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
-from packgraph.plan.offload.search import plan_for_time
-from packgraph.plan.offload.simulate import (
+from packgraph.offloading.check import timeline_errors
+from packgraph.offloading.passes import Passes
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.offloading.search import plan_for_time
+from packgraph.offloading.simulate import (
     Copy,
     OffloadTimeline,
     Wait,

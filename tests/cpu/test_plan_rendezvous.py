@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.plan.pipeline.rendezvous import Op, make_rows, receiver_of
-from packgraph.plan.pipeline.schedule import Action, Schedule, make_schedule
-from packgraph.plan.pipeline.simulate import needed, simulate
-from packgraph.plan.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.rendezvous import Op, make_rows, receiver_of
+from packgraph.parallel.pipeline.schedule import Action, Schedule, make_schedule
+from packgraph.parallel.pipeline.simulate import needed, simulate
+from packgraph.parallel.pipeline.slots import slot_counts
 
 
 def blocking_run(schedule, rows):

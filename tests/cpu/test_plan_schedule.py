@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from packgraph.plan.pipeline.csv import from_csv, to_csv
-from packgraph.plan.pipeline.schedule import Action, Schedule, legal_microbatches, make_schedule, schedule_errors
-from packgraph.plan.pipeline.simulate import simulate
-from packgraph.plan.pipeline.slots import peak_in_flight
+from packgraph.parallel.pipeline.csv import from_csv, to_csv
+from packgraph.parallel.pipeline.schedule import Action, Schedule, legal_microbatches, make_schedule, schedule_errors
+from packgraph.parallel.pipeline.simulate import simulate
+from packgraph.parallel.pipeline.slots import peak_in_flight
 
 
 def needs_torch(*names: str) -> None:

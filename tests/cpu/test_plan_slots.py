@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.plan.pipeline.schedule import Action, Schedule, make_schedule
-from packgraph.plan.pipeline.simulate import simulate
-from packgraph.plan.pipeline.slots import assign_slots, peak_in_flight, slot_counts
+from packgraph.parallel.pipeline.schedule import Action, Schedule, make_schedule
+from packgraph.parallel.pipeline.simulate import simulate
+from packgraph.parallel.pipeline.slots import assign_slots, peak_in_flight, slot_counts
 
 Counts = tuple[tuple[int, ...], ...]
 

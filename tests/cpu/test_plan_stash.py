@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.plan.stash import grown_pages, pages_for, stash_memory
+from packgraph.moe.stash.plan import grown_pages, pages_for, stash_memory
 
 MOONLIGHT = {("bfloat16", 2048): 1, ("bfloat16", 2816): 1, ("bfloat16", 1408): 1}
 

@@ -11,10 +11,10 @@ from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.dispatch.padded import PaddedDispatcher
+from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
-from packgraph.plan.stash import pages_for
 from packgraph.train.build import build_chunks
 from packgraph.train.disagreements import disagreements
 from packgraph.train.expert_room import restore_room, room_of_experts

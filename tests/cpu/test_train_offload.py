@@ -7,9 +7,9 @@ import pytest
 import torch
 from trainkit import CPU, RandomPacks, state_of, tiny, trainer
 
-from packgraph.offload.room import Room
+from packgraph.offloading.plan import KEPT
+from packgraph.offloading.room import Room
 from packgraph.parallel.mesh import single_process
-from packgraph.plan.offload.plan import KEPT
 from packgraph.train.config import ConfigError
 from packgraph.train.disagreements import disagreements
 from packgraph.train.offload_options import OffloadConfig

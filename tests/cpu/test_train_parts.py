@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.learning_rate import learning_rate_at
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.config import ConfigError, to_dict
 from packgraph.train.disagreements import disagreements
+from packgraph.train.learning_rate import learning_rate_at
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig

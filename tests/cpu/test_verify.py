@@ -10,16 +10,16 @@ from rich.console import Console
 from verifykit import break_gradient, break_random_state
 
 from packgraph import cli
-from packgraph.diagnose import command
-from packgraph.diagnose.compare import first_difference
-from packgraph.diagnose.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
-from packgraph.diagnose.report import print_report
-from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.capacity import Capacity
 from packgraph.train import executor
 from packgraph.train.random_state import random_states
+from packgraph.verification import command
+from packgraph.verification.compare import first_difference
+from packgraph.verification.matrix import CAPACITIES, default_matrix, random_packs, tiny_config
+from packgraph.verification.report import print_report
+from packgraph.verification.verify import VerifyReport, verify
 
 CPU = torch.device("cpu")
 

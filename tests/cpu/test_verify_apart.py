@@ -13,17 +13,17 @@ import torch
 from verifykit import BROKEN, break_gradient, break_random_state
 
 from packgraph import cli
-from packgraph.diagnose import apart, side
-from packgraph.diagnose.apart import Apart, verify_apart
-from packgraph.diagnose.command import verify_problems
-from packgraph.diagnose.digest import DIFFERS
-from packgraph.diagnose.matrix import budget_of, random_packs, tiny_config, tiny_experts_config
-from packgraph.diagnose.verify import VerifyReport, verify
 from packgraph.train.executor import Executor
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.overflow import Overflow
 from packgraph.train.presets import preset
+from packgraph.verification import apart, side
+from packgraph.verification.apart import Apart, verify_apart
+from packgraph.verification.command import verify_problems
+from packgraph.verification.digest import DIFFERS
+from packgraph.verification.matrix import budget_of, random_packs, tiny_config, tiny_experts_config
+from packgraph.verification.verify import VerifyReport, verify
 
 CPU = torch.device("cpu")
 

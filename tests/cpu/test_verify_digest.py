@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packgraph.diagnose.digest import DIFFERS, Digest, Digester, first_digest_difference
+from packgraph.verification.digest import DIFFERS, Digest, Digester, first_digest_difference
 
 CPU = torch.device("cpu")
 DTYPES = (torch.uint8, torch.bool, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.int16,

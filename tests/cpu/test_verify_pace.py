@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from packgraph import cli
-from packgraph.diagnose import command
-from packgraph.diagnose.apart import verify_apart
-from packgraph.diagnose.matrix import random_packs, tiny_config
-from packgraph.diagnose.pace import SILENT, Pace
-from packgraph.diagnose.verify import verify
+from packgraph.verification import command
+from packgraph.verification.apart import verify_apart
+from packgraph.verification.matrix import random_packs, tiny_config
+from packgraph.verification.pace import SILENT, Pace
+from packgraph.verification.verify import verify
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from packgraph.bench.context_way import ContextWay
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import Deadline
 from packgraph.parallel.mesh import Layout
-from packgraph.plan.context.request import ContextRequest
+from packgraph.parallel.context.request import ContextRequest
 from packgraph.train.sharing import groups_of
 
 WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from distkit import run_ranks
 
-from packgraph.ops.attention import attention, attention_metadata
-from packgraph.ops.context import ContextGroup, own_rows, swap_parts, whole_rows
+from packgraph.ops.attention.api import attention, attention_metadata
+from packgraph.ops.attention.context import ContextGroup, own_rows, swap_parts, whole_rows
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout

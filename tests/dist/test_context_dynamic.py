@@ -11,8 +11,8 @@ from distkit import CPU, run_ranks
 from rich.console import Console
 from trainkit import tiny
 
-from packgraph.diagnose.matrix import dynamic_config, switching_steps
-from packgraph.diagnose.ranks import verify_ranks
+from packgraph.verification.matrix import dynamic_config, switching_steps
+from packgraph.verification.ranks import verify_ranks
 from packgraph.graphs.fallback import DOCUMENTS
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
@@ -20,7 +20,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import IGNORED, Document
 from packgraph.parallel.collect import collect
-from packgraph.parallel.context import spread_context
+from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train import row_timing
 from packgraph.train.data import DataConfig, PlannedSteps

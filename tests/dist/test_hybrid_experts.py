@@ -5,8 +5,8 @@ import pytest
 import torch
 from distkit import run_ranks
 
-from packgraph.diagnose.matrix import budget_over, random_packs, tiny_hybrid_config
-from packgraph.diagnose.ranks import verify_ranks
+from packgraph.verification.matrix import budget_over, random_packs, tiny_hybrid_config
+from packgraph.verification.ranks import verify_ranks
 from packgraph.parallel.mesh import Layout
 from packgraph.train.disagreements import disagreements
 from packgraph.train.options import ParallelConfig

@@ -10,17 +10,17 @@ from distkit import run_ranks
 from mambakit import EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid
 from trainkit import RandomPacks, close, equal, tiny, trainer
 
-from packgraph.diagnose.matrix import dynamic_config, switching_steps, tiny_hybrid_config
-from packgraph.diagnose.ranks import verify_ranks
+from packgraph.verification.matrix import dynamic_config, switching_steps, tiny_hybrid_config
+from packgraph.verification.ranks import verify_ranks
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel
-from packgraph.ops.context import ContextGroup, own_rows
-from packgraph.ops.context_heads import ScanShape, ranks_problem
+from packgraph.ops.attention.context import ContextGroup, own_rows
+from packgraph.mamba.heads import ScanShape, ranks_problem
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.collect import collect
-from packgraph.parallel.context import context_problems, spread_context
+from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout
 from packgraph.train.disagreements import disagreements
 from packgraph.train.metrics import METRICS, read_metrics

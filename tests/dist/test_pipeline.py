@@ -13,11 +13,11 @@ import packgraph
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.parallel.flight import Flight
-from packgraph.parallel.links import Links, make_links
+from packgraph.parallel.pipeline.flight import Flight
+from packgraph.parallel.pipeline.links import Links, make_links
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pipeline import Pipeline, PipelineError
-from packgraph.plan.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.executor import Pipeline, PipelineError
+from packgraph.parallel.pipeline.slots import slot_counts
 
 pytestmark = pytest.mark.dist
 CAPACITIES = [packgraph.Capacity(24, 4), packgraph.Capacity(48, 8)]

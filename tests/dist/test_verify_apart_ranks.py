@@ -11,10 +11,10 @@ import pytest
 from distkit import CPU, run_ranks
 from verifykit import BROKEN, break_gradient
 
-from packgraph.diagnose import side
-from packgraph.diagnose.digest import DIFFERS
-from packgraph.diagnose.matrix import budget_of, config_for, random_packs
-from packgraph.diagnose.ranks import verify_ranks
+from packgraph.verification import side
+from packgraph.verification.digest import DIFFERS
+from packgraph.verification.matrix import budget_of, config_for, random_packs
+from packgraph.verification.ranks import verify_ranks
 from packgraph.parallel.mesh import Layout
 
 DP2, PP2, EP2 = Layout(dp=2), Layout(dp=1, pp=2), Layout(dp=2, ep=2)

@@ -14,10 +14,10 @@ import torch
 from distkit import CPU, run_ranks
 from rich.console import Console
 
-from packgraph.diagnose import side
-from packgraph.diagnose.compare import Difference
-from packgraph.diagnose.matrix import budget_of, config_for, layouts_of, random_packs
-from packgraph.diagnose.one_process import (
+from packgraph.verification import side
+from packgraph.verification.compare import Difference
+from packgraph.verification.matrix import budget_of, config_for, layouts_of, random_packs
+from packgraph.verification.one_process import (
     COPIES,
     FIRST_WEIGHTS,
     GRADIENTS,
@@ -29,10 +29,10 @@ from packgraph.diagnose.one_process import (
     compare_with_one_process,
     relative_distance,
 )
-from packgraph.diagnose.pace import SILENT, Pace
-from packgraph.diagnose.ranks import RanksReport, verify_ranks
-from packgraph.diagnose.report import print_ranks_report, print_ranks_total
-from packgraph.diagnose.verify import VerifyReport
+from packgraph.verification.pace import SILENT, Pace
+from packgraph.verification.ranks import RanksReport, verify_ranks
+from packgraph.verification.report import print_ranks_report, print_ranks_total
+from packgraph.verification.verify import VerifyReport
 from packgraph.graphs.graphed import GraphedModule
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters

@@ -9,7 +9,7 @@ import torch
 from distkit import CPU, RankFailed, run_ranks
 from trainkit import RandomPacks, tiny
 
-from packgraph.diagnose.side import Side
+from packgraph.verification.side import Side
 from packgraph.graphs import graphed as graphed_module
 from packgraph.graphs import step as step_module
 from packgraph.graphs.errors import CaptureError, PackgraphWarning

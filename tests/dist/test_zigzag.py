@@ -18,7 +18,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.collect import collect
-from packgraph.parallel.context import spread_context
+from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
 from packgraph.train.context_rows import context_notes, places_multiple
 from packgraph.train.disagreements import disagreements

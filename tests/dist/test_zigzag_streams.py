@@ -11,11 +11,11 @@ from distkit import CPU, run_ranks
 from rich.console import Console
 from trainkit import tiny
 
-from packgraph.diagnose.ranks import verify_ranks
+from packgraph.verification.ranks import verify_ranks
 from packgraph.graphs.graphed import graph
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
-from packgraph.plan.context.kind import row_places
+from packgraph.ops.attention.kind import row_places
 from packgraph.train.context_rows import context_choices, places_multiple
 from packgraph.train.data import DataConfig, PlannedSteps, open_microbatches
 from packgraph.train.dynamic_context import context_request

@@ -18,10 +18,6 @@ import torch.distributed as dist
 
 from packgraph.bench.context_steps import DYNAMIC, plan_steps
 from packgraph.bench.models import draw_batches
-from packgraph.diagnose.compare import first_difference
-from packgraph.diagnose.ranks import verify_ranks
-from packgraph.diagnose.side import Side
-from packgraph.diagnose.switching import SwitchingSteps
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import context_sizes, make_mesh
@@ -30,6 +26,10 @@ from packgraph.train.dynamic_context import context_request
 from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
+from packgraph.verification.compare import first_difference
+from packgraph.verification.ranks import verify_ranks
+from packgraph.verification.side import Side
+from packgraph.verification.switching import SwitchingSteps
 
 VOCABULARY = 1024
 PLACES = (16, 64)

@@ -19,16 +19,16 @@ import time
 import torch.distributed as dist
 from rich.console import Console
 
-from packgraph.diagnose.apart import Apart
-from packgraph.diagnose.pace import Pace
-from packgraph.diagnose.ranks import RanksReport, of_every_rank
-from packgraph.diagnose.report import print_ranks_report
-from packgraph.graphs.peak_memory import most_reserved
+from packgraph.graphs.memory.peak import most_reserved
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.command_line import split_overrides
 from packgraph.train.config import read_config
 from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
 from packgraph.train.presets import PRESETS, preset
+from packgraph.verification.apart import Apart
+from packgraph.verification.pace import Pace
+from packgraph.verification.ranks import RanksReport, of_every_rank
+from packgraph.verification.report import print_ranks_report
 
 WAYS = ("layer", "layer+stash", "chunk", "chunk+stash", "step", "step+stash")
 ROOM = 2.0

@@ -7,8 +7,6 @@ import pytest
 import torch
 from model_batches import random_documents
 
-from packgraph.diagnose.matrix import tiny_config
-from packgraph.diagnose.verify import verify
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
@@ -17,6 +15,8 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.train.options import TrainConfig
+from packgraph.verification.matrix import tiny_config
+from packgraph.verification.verify import verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,10 +9,10 @@ import torch
 
 from packgraph.graphs.cuda.backend import CudaBackend
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.memory_trace import pool_model, trace_memory
+from packgraph.graphs.memory.bank import BankModel, Lifetime
+from packgraph.graphs.memory.trace import pool_model, trace_memory
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory.bank import BankModel, Lifetime
 from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
 

@@ -16,17 +16,17 @@ from trainkit import RandomPacks, state_of, tiny, trainer
 from packgraph.bench.timing import pinned_bytes
 from packgraph.graphs.cuda.lanes import CudaLanes
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.memory_trace import trace_memory
-from packgraph.graphs.unused import free_unused
+from packgraph.graphs.memory.trace import trace_memory
+from packgraph.graphs.memory.unused import free_unused
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
-from packgraph.offload.engine import PARTS
-from packgraph.offload.marks import nowhere
+from packgraph.offloading.engine import PARTS
+from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.marks import nowhere
+from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.search import plan_for_time
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
-from packgraph.plan.offload.plan import CopySpeed
-from packgraph.plan.offload.search import plan_for_time
 from packgraph.train.executor import sample_batch
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.signals import StopRequest

@@ -4,9 +4,9 @@ import torch
 from model_batches import hand_batch
 from torch import Tensor
 
-from packgraph.ops.attention import attention, attention_metadata, choose_backend
-from packgraph.ops.attention_flash import flash_problems
-from packgraph.ops.loss import (
+from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
+from packgraph.ops.attention.flash import flash_problems
+from packgraph.ops.loss.api import (
     IGNORED,
     gradient_of_logits,
     linear_cross_entropy,

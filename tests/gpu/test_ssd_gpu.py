@@ -6,9 +6,9 @@ import torch
 from ssmkit import NAN, conv_inputs, distances, ids_of, ssd_inputs, with_gradients
 
 from packgraph.graphs.graphed import graph
-from packgraph.ops.conv import conv_problems, packed_causal_conv, plain_packed_causal_conv
-from packgraph.ops.ssd import chunked_ssd, ssd, ssd_problems
-from packgraph.ops.ssd_ways import Carry, Mix, Pairs, Shared, Values, Ways
+from packgraph.mamba.conv import conv_problems, packed_causal_conv, plain_packed_causal_conv
+from packgraph.mamba.ssd import chunked_ssd, ssd, ssd_problems
+from packgraph.mamba.ssd_ways import Carry, Mix, Pairs, Shared, Values, Ways
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -85,7 +85,7 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
                                  Mix("through", chunk=64), Mix("through", columns=16, chunk=32)], ids=str)
 def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
     """Whatever the table says; running sums of bfloat16 by products are tested nowhere else."""
-    from packgraph.ops import ssd_backward_kernel, ssd_forward_kernel
+    from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
     ways = Ways(mix=mix, carry=Carry(64), pairs=Pairs(products=True), of_c=Shared(128), of_b=Shared(128),
                 values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages))
     for kernels in (ssd_backward_kernel, ssd_forward_kernel):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from trainkit import RandomPacks, StopAfter, state_of, tiny, trainer
 
-from packgraph.diagnose.matrix import default_matrix
-from packgraph.diagnose.verify import verify
 from packgraph.train.signals import StopRequest
+from packgraph.verification.matrix import default_matrix
+from packgraph.verification.verify import verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda", 0)

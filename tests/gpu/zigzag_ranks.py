@@ -20,11 +20,11 @@ from packgraph.graphs.graphed import graph
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.latent_config import LatentConfig
-from packgraph.ops.attention_flash import flash_problems
+from packgraph.ops.attention.flash import flash_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.context import spread_context
+from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.launch import use_deterministic_kernels

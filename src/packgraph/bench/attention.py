@@ -21,9 +21,9 @@ from packgraph.bench.timing import Deadline, time_block
 from packgraph.bench.whole_graph import record_on_cuda
 from packgraph.models.config import DecoderConfig
 from packgraph.models.sizes import head_sizes
-from packgraph.ops.attention import attention, attention_metadata
-from packgraph.ops.attention_flash import flash_problems
-from packgraph.ops.attention_varlen import varlen_problems
+from packgraph.ops.attention.api import attention, attention_metadata
+from packgraph.ops.attention.flash import flash_problems
+from packgraph.ops.attention.varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

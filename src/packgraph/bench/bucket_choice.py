@@ -1,12 +1,12 @@
-"""The buckets that a run on documents of these lengths would choose for itself (plan/buckets/choose.py)."""
+"""The buckets that a run on documents of these lengths would choose for itself (packing/buckets/choose.py)."""
 from packgraph.bench.models import WINDOW, draw_lengths
 from packgraph.models.config import DecoderConfig
+from packgraph.packing.buckets.choose import choose_buckets
+from packgraph.packing.buckets.cost import FLASH4, CostModel
+from packgraph.packing.buckets.lengths import LengthHistogram
+from packgraph.packing.buckets.packing import PackingPolicy
+from packgraph.packing.buckets.request import BucketRequest
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.buckets.choose import choose_buckets
-from packgraph.plan.buckets.cost import FLASH4, CostModel
-from packgraph.plan.buckets.lengths import LengthHistogram
-from packgraph.plan.buckets.packing import PackingPolicy
-from packgraph.plan.buckets.request import BucketRequest
 from packgraph.train.auto_capacities import FEWEST_SIZES, MULTIPLES
 from packgraph.train.decoder_estimates import decoder_cost
 

@@ -32,12 +32,12 @@ from packgraph.bench.step import COLUMNS as STEP_COLUMNS
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
 from packgraph.bench.ways import STEP_WAYS
-from packgraph.ops.attention import BACKENDS
+from packgraph.offloading.rules import MODULES
+from packgraph.ops.attention.api import BACKENDS
+from packgraph.parallel.context.request import PLACES
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.pipeline.schedule import legal_microbatches
 from packgraph.parallel.processes import Launch
-from packgraph.plan.context.request import PLACES
-from packgraph.plan.offload.rules import MODULES
-from packgraph.plan.pipeline.schedule import legal_microbatches
 from packgraph.train.config import ConfigError
 from packgraph.train.config_values import path_problem, shown
 from packgraph.train.launch import choose_device

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from packgraph.graphs.compiled.compiler import Compiler
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.pieces import pieces_of
+from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.models.stack import DecoderStack
-from packgraph.plan.stages import Stage, State, run_stages
 
 
 @contextlib.contextmanager

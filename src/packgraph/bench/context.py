@@ -33,16 +33,16 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.unused import free_unused
+from packgraph.graphs.memory.unused import free_unused
 from packgraph.models.decoder import DecoderConfig
+from packgraph.ops.attention.kind import ContextWish
+from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context import context_problems, spread_context
+from packgraph.parallel.context.cost import ContextCost
+from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes
-from packgraph.plan.buckets.cost import FLASH4, CostModel
-from packgraph.plan.context.cost import ContextCost
-from packgraph.plan.context.kind import ContextWish
-from packgraph.plan.context.request import ContextRequest
 from packgraph.train.executor import sample_batch
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import OptimizerConfig

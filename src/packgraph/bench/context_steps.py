@@ -15,8 +15,8 @@ import numpy as np
 from packgraph.bench.models import draw_lengths
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.context.plan import ContextPlan, Group, plan_context
-from packgraph.plan.context.request import ContextRequest
+from packgraph.parallel.context.plan import ContextPlan, Group, plan_context
+from packgraph.parallel.context.request import ContextRequest
 
 SPARE = 256  # documents behind those of a step, to fill its gaps with
 FIXED, DYNAMIC = "fixed", "dynamic"

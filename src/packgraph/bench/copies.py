@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from packgraph.offload.speed import copy_speed
-from packgraph.plan.offload.plan import CopySpeed
+from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.speed import copy_speed
 
 BYTES = 256 * 2**20
 

@@ -6,8 +6,8 @@
 
 One process has all experts, so its load is always balanced: n = T * k. Room says what a rank of several would have to
 hold free for a load that is not (the capacity factor): at `room` 2 a stash may take 1.1 times what is balanced. These
-figures follow from shapes (`plan/stash.py`); what is measured, peak_bytes of a whole microbatch, is beside them, and
-slot_bytes: what graphs hold between microbatches, pages among it.
+figures follow from shapes (`moe/stash/plan.py`); what is measured, peak_bytes of a whole microbatch, is beside them,
+and slot_bytes: what graphs hold between microbatches, pages among it.
 """
 import math
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.rows.rows import RowPlan, plan_rows
 from packgraph.moe.stash.experts import columns_of
+from packgraph.moe.stash.plan import stash_memory
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.stash import stash_memory
 
 COLUMNS: list[Column] = [
     ("of first", value("peak_ratio", ".3f")), ("slots GiB", gibibytes("slot_bytes")),

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.bench.torch_layers import LayerStack, Marks, Rotary, marks_of
+from packgraph.graphs.stages import State
 from packgraph.models.stack import DecoderStack
-from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.ops.attention.metadata import AttentionMetadata
 from packgraph.packing.batch import PackedBatch
-from packgraph.plan.stages import State
 
 Make = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[Any, ...]]
 

@@ -18,7 +18,7 @@ from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
 from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew
 from packgraph.bench.ways import Graphed, Way, room_for_code
-from packgraph.graphs.unused import free_unused
+from packgraph.graphs.memory.unused import free_unused
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 

@@ -20,10 +20,10 @@ from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
 from packgraph.moe.stash.experts import columns_of
+from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.stash import pages_for
 
 EXPERT_WAYS = ("host-splits", "partial", "partial+compile", "chunk+stash", "chunk+compile+stash", "transformers",
                "transformers+compile")

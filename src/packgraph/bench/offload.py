@@ -15,7 +15,7 @@ of the backward, too.
 What a plan is to save is told twice. `plan: saved` (planned_saved_bytes) is by how much *live* bytes fall at the most.
 `plan: fell` (predicted_fell_bytes) is by how much the *pool* is to fall, which holds what lives and has other holes in
 every way: by the blocks of a trial capture, as the plan moves, replayed through a model of the allocator
-(predicted_pool_bytes, to be compared with pool_bytes; `graphs/memory_trace.py`). That capture is over, and its memory
+(predicted_pool_bytes, to be compared with pool_bytes; `graphs/memory/trace.py`). That capture is over, and its memory
 free, before anything is measured.
 
 The copies' speed comes from a profile of one more replay, their ceiling from plain copies of pinned memory. With
@@ -50,18 +50,18 @@ from packgraph.bench.timing import (
 )
 from packgraph.bench.ways import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.memory_trace import predict_bank, trace_memory
-from packgraph.graphs.unused import free_unused
+from packgraph.graphs.memory.trace import predict_bank, trace_memory
+from packgraph.graphs.memory.unused import free_unused
 from packgraph.models.stack import DecoderStack
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import PARTS, Offload, Policy
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import PARTS, Offload, Policy
+from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
+from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.search import plan_for_time
+from packgraph.offloading.simulate import simulate_offload
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.drawing.offload_chrome import chrome_trace
-from packgraph.plan.drawing.offload_svg import draw_offload_svg
-from packgraph.plan.offload.knobs import OffloadKnobs, plan_by_knobs
-from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload.search import plan_for_time
-from packgraph.plan.offload.simulate import simulate_offload
+from packgraph.viz.offload_chrome import chrome_trace
+from packgraph.viz.offload_svg import draw_offload_svg
 
 OFFLOAD_WAYS = ("kept", "everything", "planned")
 USUAL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_act", "expert_fc1", "moe_act")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from packgraph.bench.distributions import lengths_like
 from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline
-from packgraph.plan.buckets.choose import choose_buckets, measure
-from packgraph.plan.buckets.lengths import LengthHistogram
-from packgraph.plan.buckets.packing import PackingPolicy
-from packgraph.plan.buckets.request import BucketRequest
+from packgraph.packing.buckets.choose import choose_buckets, measure
+from packgraph.packing.buckets.lengths import LengthHistogram
+from packgraph.packing.buckets.packing import PackingPolicy
+from packgraph.packing.buckets.request import BucketRequest
 
 POLICIES = (PackingPolicy(), *(PackingPolicy(documents=count, batches=True) for count in (64, 32, 16)))
 MULTIPLE = 64

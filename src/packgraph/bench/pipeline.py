@@ -27,16 +27,16 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.unused import free_unused
+from packgraph.graphs.memory.unused import free_unused
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.links import Links, make_links
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.pipeline.links import Links, make_links
+from packgraph.parallel.pipeline.schedule import make_schedule
+from packgraph.parallel.pipeline.simulate import simulate
+from packgraph.parallel.pipeline.slots import slot_counts
 from packgraph.parallel.processes import Launch, processes
-from packgraph.plan.pipeline.schedule import make_schedule
-from packgraph.plan.pipeline.simulate import simulate
-from packgraph.plan.pipeline.slots import slot_counts
 
 __all__ = ["COLUMNS", "PIPELINE_WAYS", "PipelineOptions", "bench_pipeline", "measure_pipeline"]
 

@@ -16,8 +16,8 @@ from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.links import Links
-from packgraph.parallel.pipeline import Pipeline
+from packgraph.parallel.pipeline.executor import Pipeline
+from packgraph.parallel.pipeline.links import Links
 
 PIPELINE_WAYS = ("eager", "compile", "layer", "chunk", "step", "chunk+compile")
 WITHOUT_GRAPHS = ("eager", "compile")

@@ -34,7 +34,7 @@ from packgraph.bench.timing import (
     time_calls,
 )
 from packgraph.bench.ways import Setting, Way, room_for_code
-from packgraph.graphs.unused import free_unused
+from packgraph.graphs.memory.unused import free_unused
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 

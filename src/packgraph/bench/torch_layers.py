@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.models.stack import DecoderStack
-from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.ops.attention.metadata import AttentionMetadata
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.stages import Stage, State, run_stages
 
 Rotary = tuple[Tensor, ...]  # cosines and sines, or nothing where positions turn nothing
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from packgraph.bench.torch_layers import LayerStack, Marks, Rotary
 from packgraph.models.hf_config import config_to_json
 from packgraph.models.stack import DecoderStack
-from packgraph.ops.attention import attention as packed_attention
-from packgraph.ops.attention_metadata import AttentionMetadata
+from packgraph.ops.attention.api import attention as packed_attention
+from packgraph.ops.attention.metadata import AttentionMetadata
 
 NAME = "packed_documents"
 MODULE = "transformers.models.deepseek_v3.modeling_deepseek_v3"

@@ -30,7 +30,7 @@ from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.models.sizes import head_sizes
 from packgraph.models.stack import DecoderStack
-from packgraph.ops.attention_varlen import varlen_problems
+from packgraph.ops.attention.varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
 

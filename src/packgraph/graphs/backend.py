@@ -21,7 +21,7 @@ import torch
 
 from packgraph.graphs.guard import Journal
 from packgraph.graphs.lanes import HostMemories, Lanes
-from packgraph.plan.memory.bank import Lifetime
+from packgraph.graphs.memory.bank import Lifetime
 
 Result = TypeVar("Result")
 

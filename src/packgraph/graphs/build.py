@@ -30,14 +30,14 @@ from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import Backward, Context, Input, Output, ParameterEdge, Region, shown_facts
+from packgraph.graphs.regions import Run
 from packgraph.graphs.rehearsal import Rehearsal
 from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slot import Slot
+from packgraph.graphs.stages import State
 from packgraph.graphs.strides import Layout, layout_of
 from packgraph.graphs.uses import Place, Uses
-from packgraph.plan.regions import Run
-from packgraph.plan.stages import State
 
 
 @dataclass(frozen=True)

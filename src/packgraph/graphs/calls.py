@@ -19,7 +19,7 @@ from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.operations import PLAIN_TENSORS, PLAIN_VALUES, Operation
 from packgraph.graphs.parameters import local_tensor
 
-_OFFLOADING = str(Path(__file__).parent.parent / "offload") + os.sep
+_OFFLOADING = str(Path(__file__).parent.parent / "offloading") + os.sep
 VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
 _TWICE = ("two runs of forward with the same arguments", "a replay would always do the same")
 _CAPTURED = ("a run of forward and its capture, with the same arguments,",

@@ -35,6 +35,7 @@ from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
 from packgraph.graphs.host_calls import SavedTensorHooks, Unseen, unwatched, watch_also, watched_calls
+from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
@@ -43,7 +44,6 @@ from packgraph.graphs.reached import Remembered, refuse_changes
 from packgraph.graphs.rehearsal import Rehearsal
 from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.slot import Slot
-from packgraph.plan.memory.bank import Lifetime
 
 _RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor

@@ -18,8 +18,8 @@ from packgraph.graphs.program import Program
 from packgraph.graphs.region import Homes, accepts
 from packgraph.graphs.replay import replay_region
 from packgraph.graphs.slot import Ticket
+from packgraph.graphs.stages import State
 from packgraph.graphs.steady import call_tensors
-from packgraph.plan.stages import State
 
 
 class Claim:

@@ -21,8 +21,8 @@ from packgraph.graphs.host_calls import Unseen
 from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.program import Program
 from packgraph.graphs.random_state import Draws
-from packgraph.plan.regions import Run
-from packgraph.plan.stages import State
+from packgraph.graphs.regions import Run
+from packgraph.graphs.stages import State
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from packgraph.graphs.autograd_walk import readers_of_leaves
-from packgraph.plan.stages import State
+from packgraph.graphs.stages import State
 
 
 @dataclass(frozen=True)

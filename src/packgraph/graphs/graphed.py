@@ -25,6 +25,7 @@ from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.guard import capturing
+from packgraph.graphs.memory.unused import free_unused
 from packgraph.graphs.module_state import Change, ModuleState
 from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
@@ -39,7 +40,6 @@ from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slot import Slot, Slots, Ticket
 from packgraph.graphs.steady import Steady
 from packgraph.graphs.surroundings import is_traced, reason_around
-from packgraph.graphs.unused import free_unused
 from packgraph.graphs.vote import Vote, alone, call_name
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
@@ -60,7 +60,7 @@ def graph(
 ) -> "GraphedModule":
     """Wrap `module` so that training calls replay captured graphs.
 
-    module: any nn.Module; a module with stages (see `plan/stages.py`) can be captured in part. capacities: the shapes
+    module: any nn.Module; a module with stages (see `graphs/stages.py`) can be captured in part. capacities: the shapes
     that graphs are captured for, one or several; None captures every shape that comes. backend: `cuda`, `recorder`
     (CPU) or `auto`. warmup: eager training calls before the first capture. slots: microbatches that may be in flight
     (forward done, backward not); None follows what the loop does. strict: raise CaptureError instead of falling

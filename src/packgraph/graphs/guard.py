@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.host_calls import Unseen
+from packgraph.graphs.memory.peak import most_allocated
 from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages, tensors_of
-from packgraph.graphs.peak_memory import most_allocated
 from packgraph.graphs.random_state import Draws
 
 _BOOLEAN = (torch.bool, torch.uint8)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from packgraph.plan.stages import Stage, State
+from packgraph.graphs.stages import Stage, State
 
 
 class Piece(NamedTuple):

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs.output_objects import close_objects, open_objects
 from packgraph.graphs.pieces import Piece, pieces_of
+from packgraph.graphs.regions import Run, cut_runs
+from packgraph.graphs.stages import Stage, Staged, State
 from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
-from packgraph.plan.regions import Run, cut_runs
-from packgraph.plan.stages import Stage, Staged, State
 
 
 class StageCompiler(Protocol):

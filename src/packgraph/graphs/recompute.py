@@ -20,7 +20,7 @@ from packgraph.graphs.host_calls import watched_calls
 from packgraph.graphs.operations import operation_of
 from packgraph.graphs.random_state import PastDraws, Redraw
 from packgraph.graphs.region import Region, Token
-from packgraph.plan.stages import State
+from packgraph.graphs.stages import State
 
 
 def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None], versions: tuple[int, ...],

@@ -22,7 +22,7 @@ from packgraph.graphs.gradients import GradientBuffer
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameter_hooks import expect_visits
 from packgraph.graphs.parameters import local_tensor
-from packgraph.plan.stages import State
+from packgraph.graphs.stages import State
 
 Token = tuple[Any, ...]
 

@@ -26,8 +26,8 @@ from packgraph.graphs.region import Backward, Homes, Inner, Region, Version
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slot import Ticket
+from packgraph.graphs.stages import State
 from packgraph.graphs.strides import copy_into
-from packgraph.plan.stages import State
 
 _VERSION = operator.attrgetter("_version")
 Gradients = Sequence[torch.Tensor | None]

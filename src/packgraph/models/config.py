@@ -8,7 +8,7 @@ from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.mamba_config import MambaConfig
 from packgraph.models.pattern import read_pattern
-from packgraph.ops.attention import BACKENDS
+from packgraph.ops.attention.api import BACKENDS
 
 # Larger numbers are mistakes: three of them multiplied are a size in bytes, which must stay below 2^63.
 LARGEST_SIZE = 2**18
@@ -23,11 +23,11 @@ class DecoderConfig:
     num_kv_heads: key and value heads, a divisor of num_heads. head_dim: need not be hidden_size / num_heads.
     tie_embeddings: the head uses the embedding matrix. qk_norm: RMSNorm on queries and keys. attention_bias:
     biases of the attention projections. dropout: on both residual branches, in training mode. initializer_range:
-    standard deviation of fresh matrices. attention_backend: a name of `packgraph.ops.attention.BACKENDS` or
+    standard deviation of fresh matrices. attention_backend: a name of `packgraph.ops.attention.api.BACKENDS` or
     `auto`.
     max_position_embeddings: only recorded in checkpoints; rotary positions have no limit here.
     merge_projections: form the products with the matrices of queries, keys and values as one, and those of gate
-    and up (ops/merged_linear.py); parameters and their names stay as they are.
+    and up (ops/linear.py); parameters and their names stay as they are.
     latent: multi-head latent attention instead of grouped queries; num_kv_heads and head_dim then mean nothing.
     experts: which layers have experts instead of one feed-forward block, and how tokens are routed to them.
     pattern: the branches of the layers in letters, such as M-M*-E or (M-)(*-), repeated over all layers

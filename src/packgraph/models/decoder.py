@@ -3,14 +3,14 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from packgraph.graphs.stages import Stage
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.sizes import head_cost, layer_cost
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.expert import keep_experts
 from packgraph.parallel.pieces import expert_part, mark_experts
-from packgraph.plan.chunks import split_layers
-from packgraph.plan.stages import Stage
+from packgraph.parallel.pipeline.chunks import split_layers
 
 __all__ = ["DecoderConfig", "DecoderModel", "named_stages", "parts_without", "stage_layers", "stage_weights"]
 

@@ -2,7 +2,7 @@
 from types import MappingProxyType
 
 from packgraph.models.config import DecoderConfig
-from packgraph.plan.work import SCAN_WEIGHTS, Work
+from packgraph.models.work import SCAN_WEIGHTS, Work
 
 
 def head_sizes(config: DecoderConfig) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def expert_weights(config: DecoderConfig) -> int:
 
 
 def layer_cost(config: DecoderConfig, index: int, tokens: int) -> int:
-    """Cost of layer `index` as plan/work.py has it. tokens: that meet one copy of its weights in a microbatch."""
+    """Cost of layer `index` as models/work.py has it. tokens: that meet one copy of its weights in a microbatch."""
     return sum(_branch_work(config, branch).cost(tokens) for branch in config.branches(index))
 
 

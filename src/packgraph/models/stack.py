@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.graphs.stages import Stage, State, run_stages
+from packgraph.mamba.documents import live_document_ids
 from packgraph.models.config import DecoderConfig
 from packgraph.models.initial import draw_normal, generator_of
 from packgraph.models.layers.mamba import MambaMixer
@@ -28,15 +30,13 @@ from packgraph.models.layers.moe import Gate, MoEBlock
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
 from packgraph.models.sizes import head_sizes, rotary_width
-from packgraph.ops.attention import BackendChoice, attention_metadata, choose_backend
-from packgraph.ops.context import ContextGroup
-from packgraph.ops.context_zigzag import rank_rows, zigzag_tables
-from packgraph.ops.documents import live_document_ids
-from packgraph.ops.loss import IGNORED, token_count
+from packgraph.ops.attention.api import BackendChoice, attention_metadata, choose_backend
+from packgraph.ops.attention.context import ContextGroup
+from packgraph.ops.attention.kind import row_problems
+from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
+from packgraph.ops.loss.api import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
-from packgraph.plan.context.kind import row_problems
-from packgraph.plan.stages import Stage, State, run_stages
 
 
 class StagedLayer(Protocol):
@@ -58,7 +58,7 @@ class DecoderStack(nn.Module):
         super().__init__()
         self.config, self.first, self.last = config, first, last
         self.split_rows = False  # whether hidden states are this rank's rows only (sequence parallelism)
-        self.context, self.contexts = 1, dict[int, ContextGroup]()  # set by parallel/context.py
+        self.context, self.contexts = 1, dict[int, ContextGroup]()  # set by parallel/context/rows.py
         self.rank_tokens: int | None = None  # of any row; how many ranks share it then follows from its capacity
         if first or (last and config.tie_embeddings):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -84,7 +84,7 @@ class DecoderStack(nn.Module):
         size = self._ranks_of(batch) if context is None else context
         if size != 1 and size not in self.contexts:
             raise ValueError(f"rows cannot be spread over {size} ranks: this model knows groups of "
-                             f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context")
+                             f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context.rows")
         state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
         if size != 1:
             spread = state["context"] = self.contexts[size]

@@ -17,7 +17,7 @@ moe/activation_kernel.py look up how many rows there are.
 import torch
 from torch import Tensor
 
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.loss.api import HAS_TRITON
 
 
 @torch.library.custom_op("packgraph::expert_activation", mutates_args=())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from packgraph.moe.balance import count_keys
-from packgraph.ops.context import ContextGroup, total
+from packgraph.ops.attention.context import ContextGroup, total
 
 TINY = 1e-20
 

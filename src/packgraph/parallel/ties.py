@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from packgraph.parallel.links import pipelines
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.pipeline.links import pipelines
 
 
 def shared_names(names: Sequence[Sequence[str]], pipeline: Sequence[int]) -> dict[str, tuple[int, ...]]:

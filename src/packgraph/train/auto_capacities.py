@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from packgraph.models.sizes import head_sizes
-from packgraph.ops.attention import choose_backend
+from packgraph.ops.attention.api import choose_backend
+from packgraph.packing.buckets.choose import BucketPlan, choose_buckets
+from packgraph.packing.buckets.cost import FLASH4, CostModel
+from packgraph.packing.buckets.lengths import LengthHistogram
+from packgraph.packing.buckets.packing import PackingPolicy
+from packgraph.packing.buckets.request import BucketRequest
 from packgraph.packing.capacity import places
-from packgraph.plan.buckets.choose import BucketPlan, choose_buckets
-from packgraph.plan.buckets.cost import FLASH4, CostModel
-from packgraph.plan.buckets.lengths import LengthHistogram
-from packgraph.plan.buckets.packing import PackingPolicy
-from packgraph.plan.buckets.request import BucketRequest
-from packgraph.plan.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.slots import slot_counts
 from packgraph.train.config import ConfigError, read_config
 from packgraph.train.context_rows import places_multiple
 from packgraph.train.data.errors import BadDocumentError

@@ -7,7 +7,7 @@ Replay and eager compute the same bits, so real training steps are timed and not
 pace of a loop, host and device together, whichever is the slower. On CUDA that is the time between events on the stream
 at the starts of consecutive microbatches: where launching takes longer than computing, the device waits between kernels
 and the events are as far apart as the host's launches. For this to be so the host must not have a lead from before, so
-a timed step begins on an idle device and goes one way as a whole (`plan/timing_turns.py`). Host time alone would be
+a timed step begins on an idle device and goes one way as a whole (`train/timing_turns.py`). Host time alone would be
 wrong for kernels that outlast their launches, and device time without its gaps would hide what graphs are for.
 
 The host waits for the device only between steps (R13), and only around those that are timed. The invariant: turns and
@@ -27,10 +27,10 @@ from packgraph.graphs.fallback import eager
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.choice import EAGER, REPLAY, Choice, Timing, Vote, Way, choose
-from packgraph.plan.timing_turns import Turns
+from packgraph.train.choice import EAGER, REPLAY, Choice, Timing, Vote, Way, choose
 from packgraph.train.config_values import render
 from packgraph.train.sharing import Sharing
+from packgraph.train.timing_turns import Turns
 
 TIMED = "timed against its graphs"
 FASTER = "eager is faster (measured)"

@@ -12,7 +12,7 @@ from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import DecoderModel
 from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.moe.dispatch.sharing import Sharing
-from packgraph.parallel.context import spread_context
+from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize

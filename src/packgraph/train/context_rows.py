@@ -2,9 +2,9 @@
 import math
 from collections.abc import Iterable, Mapping
 
-from packgraph.parallel.context import context_choice
+from packgraph.ops.attention.kind import ContextChoice, document_multiple
+from packgraph.parallel.context.rows import context_choice
 from packgraph.parallel.mesh import context_sizes
-from packgraph.plan.context.kind import ContextChoice, document_multiple
 from packgraph.train.options import TrainConfig
 
 

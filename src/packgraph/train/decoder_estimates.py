@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.sizes import head_sizes, routed_width, token_weights
-from packgraph.ops.loss import rows_per_chunk
+from packgraph.ops.loss.api import rows_per_chunk
+from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.buckets.cost import CostModel
 
 KERNELS_PER_LAYER = 75  # forward and backward, nothing fused
 BYTES_PER_KERNEL = 10_000  # of device memory in an instantiated graph

@@ -1,9 +1,9 @@
 """What the sections of a run's configuration must agree on, all reasons at once."""
+from packgraph.graphs.regions import MOE_STAGES, expand_scope, scope_errors
 from packgraph.models.decoder import named_stages, parts_without
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context import context_problems
+from packgraph.parallel.context.rows import context_problems
 from packgraph.parallel.tensor import tensor_problems
-from packgraph.plan.regions import MOE_STAGES, expand_scope, scope_errors
 from packgraph.train.context_rows import places_multiple
 from packgraph.train.dynamic_context import context_problems_of_run
 from packgraph.train.exchange_buffers import exchange_problems

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 
 from packgraph.models.sizes import head_sizes
-from packgraph.ops.attention import choose_backend
+from packgraph.ops.attention.api import choose_backend
+from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import context_sizes
-from packgraph.plan.buckets.cost import FLASH4, CostModel
-from packgraph.plan.context.request import ContextRequest
 from packgraph.train.context_rows import context_choices, zigzag_sizes
 from packgraph.train.options import TrainConfig
 from packgraph.train.plan_context import context_cost

@@ -9,10 +9,10 @@ import torch
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash.experts import columns_of
+from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.pipeline.slots import slot_counts
-from packgraph.plan.stash import pages_for
+from packgraph.parallel.pipeline.slots import slot_counts
 from packgraph.train.options import TrainConfig
 from packgraph.train.stage_tokens import longest_row
 

@@ -21,12 +21,12 @@ from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.forget import forget_code
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
-from packgraph.graphs.memory_trace import predict_bank, trace_memory
-from packgraph.graphs.unused import free_unused
+from packgraph.graphs.memory.bank import BankMemory
+from packgraph.graphs.memory.budget import budget_bytes, shown
+from packgraph.graphs.memory.trace import predict_bank, trace_memory
+from packgraph.graphs.memory.unused import free_unused
 from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.memory.bank import BankMemory
-from packgraph.plan.memory.budget import budget_bytes, shown
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
 Agree = Callable[[bool], bool]

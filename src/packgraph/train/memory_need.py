@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
+from packgraph.graphs.memory.budget import shown
 from packgraph.models.decoder import stage_weights
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
-from packgraph.plan.memory.budget import shown
 from packgraph.train.config import ConfigError
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.memory_budget import str_of

@@ -1,8 +1,8 @@
 """What a run can be told about activations that wait on the host."""
 from dataclasses import dataclass
 
-from packgraph.plan.memory.budget import budget_bytes
-from packgraph.plan.offload.knobs import OffloadKnobs
+from packgraph.graphs.memory.budget import budget_bytes
+from packgraph.offloading.knobs import OffloadKnobs
 
 
 @dataclass(frozen=True, kw_only=True)

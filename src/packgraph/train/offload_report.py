@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from packgraph.offloading.plan import OffloadPlan, OffloadTrace
+from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.drawing.offload_chrome import chrome_trace
-from packgraph.plan.drawing.offload_picture import offload_figures
-from packgraph.plan.drawing.offload_svg import draw_offload_svg
-from packgraph.plan.drawing.offload_text import offload_table
-from packgraph.plan.offload.plan import OffloadPlan, OffloadTrace
-from packgraph.plan.offload.simulate import OffloadTimeline, simulate_offload
 from packgraph.train.offloading import Offloading, Planned
 from packgraph.train.run_files import writing
+from packgraph.viz.offload_chrome import chrome_trace
+from packgraph.viz.offload_picture import offload_figures
+from packgraph.viz.offload_svg import draw_offload_svg
+from packgraph.viz.offload_text import offload_table
 
 FOLDER = "offload"
 

@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.choose import make_lanes
+from packgraph.graphs.regions import Run, cut_runs, scope_errors
+from packgraph.graphs.stages import Stage
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import named_stages
-from packgraph.offload.attach import attach
-from packgraph.offload.engine import PARTS, Offload
-from packgraph.offload.speed import copy_speed
+from packgraph.offloading.attach import attach
+from packgraph.offloading.engine import PARTS, Offload
+from packgraph.offloading.knobs import knob_moves, plan_by_knobs
+from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.rules import why_not
+from packgraph.offloading.search import plan_for_bytes, plan_for_time
+from packgraph.offloading.speed import copy_speed
 from packgraph.parallel.mesh import Mesh
-from packgraph.plan.offload.knobs import knob_moves, plan_by_knobs
-from packgraph.plan.offload.plan import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.plan.offload.rules import why_not
-from packgraph.plan.offload.search import plan_for_bytes, plan_for_time
-from packgraph.plan.pipeline.slots import slot_counts
-from packgraph.plan.regions import Run, cut_runs, scope_errors
-from packgraph.plan.stages import Stage
+from packgraph.parallel.pipeline.slots import slot_counts
 from packgraph.train.config import ConfigError
 from packgraph.train.executor import Executor
 from packgraph.train.offload_options import OffloadConfig

@@ -9,10 +9,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
-from packgraph.plan.memory.budget import budget_bytes
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.config_values import path_problem, shown
 from packgraph.train.data.config import DataConfig

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.moe.dispatch.choose import Budgeted, with_factor
+from packgraph.moe.stash.plan import grown_pages
 from packgraph.moe.stash.stash import Stash
-from packgraph.plan.stash import grown_pages
 
 SPARE = 1.1  # room over what was needed: routing goes on to move
 

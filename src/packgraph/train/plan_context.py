@@ -10,16 +10,14 @@ from pathlib import Path
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.sizes import head_sizes
+from packgraph.ops.attention.kind import ContextChoice, row_problems
+from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import places
 from packgraph.packing.overlong import Overlong
-from packgraph.parallel.context import context_problems
-from packgraph.plan.buckets.cost import FLASH4, CostModel
-from packgraph.plan.context.cost import COEFFICIENTS, EXCHANGE_US, GATHER_US, GROUP_US, ContextCost
-from packgraph.plan.context.kind import ContextChoice, row_problems
-from packgraph.plan.context.plan import ContextPlan, plan_context
-from packgraph.plan.context.request import PLACES, ContextRequest
-from packgraph.plan.drawing.context import context_values, describe_context
-from packgraph.plan.drawing.context_svg import draw_context_svg
+from packgraph.parallel.context.cost import COEFFICIENTS, EXCHANGE_US, GATHER_US, GROUP_US, ContextCost
+from packgraph.parallel.context.plan import ContextPlan, plan_context
+from packgraph.parallel.context.request import PLACES, ContextRequest
+from packgraph.parallel.context.rows import context_problems
 from packgraph.train.auto_capacities import read_lengths
 from packgraph.train.config import ConfigError
 from packgraph.train.context_rows import choices_of, common_multiple, notes_of, zigzag_sizes
@@ -28,6 +26,8 @@ from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, d
 from packgraph.train.options import TrainConfig
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
+from packgraph.viz.context import context_values, describe_context
+from packgraph.viz.context_svg import draw_context_svg
 
 TOKENS_PER_RANK, MICROBATCHES = 2048, 8
 MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries

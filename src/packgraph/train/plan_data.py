@@ -5,10 +5,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from packgraph.plan.buckets.choose import measure
-from packgraph.plan.buckets.lengths import LengthHistogram
-from packgraph.plan.buckets.request import BucketRequest
-from packgraph.plan.drawing.buckets import describe_plan, plan_values
+from packgraph.packing.buckets.choose import measure
+from packgraph.packing.buckets.lengths import LengthHistogram
+from packgraph.packing.buckets.request import BucketRequest
 from packgraph.train.auto_capacities import Lengths, bucket_request, plan_capacities, read_lengths
 from packgraph.train.config import ConfigError
 from packgraph.train.config_values import path_problem, shown
@@ -16,6 +15,7 @@ from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.options import TrainConfig
 from packgraph.train.plan_context import options_help
 from packgraph.train.presets import PRESETS
+from packgraph.viz.buckets import describe_plan, plan_values
 
 INTRODUCTION = """usage: packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
 

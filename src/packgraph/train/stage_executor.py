@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.regions import expand_scope
+from packgraph.graphs.stages import Staged
 from packgraph.graphs.vote import Vote
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.links import make_links
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pipeline import Pipeline
-from packgraph.plan.pipeline.slots import slot_counts
-from packgraph.plan.regions import expand_scope
-from packgraph.plan.stages import Staged
+from packgraph.parallel.pipeline.executor import Pipeline
+from packgraph.parallel.pipeline.links import make_links
+from packgraph.parallel.pipeline.slots import slot_counts
 from packgraph.train.dynamic_context import rank_rows
 from packgraph.train.executor import Executor, sample_batch
 from packgraph.train.options import GraphConfig, TrainConfig

@@ -18,11 +18,11 @@ from packgraph.graphs import fallback
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.signature import undeclared
+from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
 from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.plan.stages import Staged
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig

@@ -25,7 +25,6 @@ from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
-from packgraph.plan.learning_rate import learning_rate_at
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint import (
     FoundCheckpoint,
@@ -41,6 +40,7 @@ from packgraph.train.data import DataError, Microbatches, PlannedSteps
 from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import add_counts
 from packgraph.train.expert_room import restore_room, room_of_experts
+from packgraph.train.learning_rate import learning_rate_at
 from packgraph.train.left_out import LeftOut
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.options import TrainConfig

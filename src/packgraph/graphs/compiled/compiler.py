@@ -35,9 +35,9 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.guard import all_is_compiled
 from packgraph.graphs.pieces import Piece, saving
 from packgraph.graphs.signature import CONSTANTS
+from packgraph.graphs.stages import State
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.layout import Field, layout_of
-from packgraph.plan.stages import State
 
 BACKENDS = ("inductor", "aot_eager")
 NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}

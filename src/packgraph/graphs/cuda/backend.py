@@ -18,8 +18,8 @@ from packgraph.graphs.cuda.workspaces import CublasWorkspaces
 from packgraph.graphs.guard import Journal
 from packgraph.graphs.host_calls import unwatched_calls
 from packgraph.graphs.lanes import HostMemories, capturing_lanes
+from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.strides import with_bits
-from packgraph.plan.memory.bank import Lifetime
 
 
 class CudaPool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.plan.memory.bank import Lifetime
+from packgraph.graphs.memory.bank import Lifetime
 
 Handle = tuple[int, ...]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs.lanes import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, placed
-from packgraph.graphs.peak_memory import look
+from packgraph.graphs.memory.peak import look
 
 
 def pinned(nbytes: int) -> torch.Tensor:

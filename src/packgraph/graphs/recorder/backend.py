@@ -32,12 +32,12 @@ from packgraph.graphs.guard import (
 )
 from packgraph.graphs.host_calls import Unseen, watched_calls
 from packgraph.graphs.lanes import capturing_lanes
+from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.lanes import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
 from packgraph.graphs.strides import with_bits
-from packgraph.plan.memory.bank import Lifetime
 
 
 class _Operand(NamedTuple):

@@ -1,7 +1,7 @@
 """The recorder's memory: blocks with lifetimes, placed as a caching allocator would place them.
 
 A block lives from the operation that made its storage to the moment the last reference to that storage went away.
-When a variant is complete, its blocks are placed first-fit into the pool's segments (`plan/memory/first_fit.py`), so
+When a variant is complete, its blocks are placed first-fit into the pool's segments (`graphs/memory/first_fit.py`), so
 two blocks share memory exactly when their lifetimes do not overlap. Variants of one pool start from offset zero again:
 that is the reuse that makes a shared pool dangerous, and it is what the tests must be able to see.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from packgraph.graphs.lanes import HostMemories
+from packgraph.graphs.memory.first_fit import place_blocks
 from packgraph.graphs.recorder.lanes import plain
-from packgraph.plan.memory.first_fit import place_blocks
 
 POISON = 0xFF
 

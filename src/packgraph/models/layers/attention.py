@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.merged import MergedProjections
 from packgraph.models.layers.norm import RMSNorm
-from packgraph.offload.marks import Mark, nowhere
-from packgraph.ops.attention import AttentionMetadata, attention
+from packgraph.offloading.marks import Mark, nowhere
+from packgraph.ops.attention.api import AttentionMetadata, attention
 from packgraph.ops.rotary import apply_rotary
 
 

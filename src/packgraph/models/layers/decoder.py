@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.graphs.stages import Stage, State
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention
 from packgraph.models.layers.latent_attention import LatentAttention
@@ -20,8 +21,7 @@ from packgraph.models.layers.mamba import MambaMixer
 from packgraph.models.layers.mlp import feed_forward
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.layers.norm import RMSNorm
-from packgraph.offload.marks import Mark, nowhere
-from packgraph.plan.stages import Stage, State
+from packgraph.offloading.marks import Mark, nowhere
 
 
 class DecoderLayer(nn.Module):

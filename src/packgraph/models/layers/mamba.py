@@ -7,7 +7,7 @@
     y, gate --gated norm, out_proj--> [T, H]
 
 Convolution and state begin anew with every document. The numbers are those of the Mamba-2 mixers in transformers. With
-rows spread over ranks, both work on all rows of some heads (ops/context_heads.py), everything else on a rank's rows.
+rows spread over ranks, both work on all rows of some heads (mamba/heads.py), everything else on a rank's rows.
 """
 import math
 from collections.abc import Callable
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.mamba.conv import packed_causal_conv
+from packgraph.mamba.gated_norm import gated_rms_norm
+from packgraph.mamba.heads import ScanShape, own_channels, own_heads, whole_scan_rows
+from packgraph.mamba.ssd import ssd
 from packgraph.models.config import DecoderConfig
-from packgraph.offload.marks import Mark, nowhere
-from packgraph.ops.context import ContextGroup, own_heads_back
-from packgraph.ops.context_heads import ScanShape, own_channels, own_heads, whole_scan_rows
-from packgraph.ops.conv import packed_causal_conv
-from packgraph.ops.gated_norm import gated_rms_norm
-from packgraph.ops.ssd import ssd
+from packgraph.offloading.marks import Mark, nowhere
+from packgraph.ops.attention.context import ContextGroup, own_heads_back
 
 # As the models of the paper begin: decay per unit of time, and length of a time step.
 FIRST_DECAY, FIRST_STEP, LEAST_FIRST_STEP = (1.0, 16.0), (1e-3, 1e-1), 1e-4

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from packgraph.ops.merged_linear import lay_side_by_side, merged_linear
+from packgraph.ops.linear import lay_side_by_side, merged_linear
 
 
 class MergedProjections(nn.Module):

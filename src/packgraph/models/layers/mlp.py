@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.merged import MergedProjections
-from packgraph.offload.marks import Mark, nowhere
+from packgraph.offloading.marks import Mark, nowhere
 from packgraph.ops.swiglu import swiglu
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.stages import State
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.mlp import feed_forward
 from packgraph.models.sizes import routed_width
@@ -28,11 +29,10 @@ from packgraph.moe.router_product import router_logits
 from packgraph.moe.routing import drop_beyond, route
 from packgraph.moe.stash.experts import stashed_experts
 from packgraph.moe.stash.stash import Stash
-from packgraph.offload.marks import Mark, nowhere
-from packgraph.ops.context_zigzag import rank_rows
-from packgraph.ops.loss import token_count
+from packgraph.offloading.marks import Mark, nowhere
+from packgraph.ops.attention.zigzag import rank_rows
+from packgraph.ops.loss.api import token_count
 from packgraph.packing.batch import PackedBatch
-from packgraph.plan.stages import State
 
 BETWEEN = ("moe_input", "moe_routing", "moe_shared", "moe_plan", "moe_rows", "moe_made")
 

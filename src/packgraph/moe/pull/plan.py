@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.moe.rows.rows import RowPlan, plan_rows
+from packgraph.ops.attention.context import group_of
 from packgraph.ops.collectives import all_gather_flat
-from packgraph.ops.context import group_of
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.loss.api import HAS_TRITON
 
 
 class PullPlan(NamedTuple):

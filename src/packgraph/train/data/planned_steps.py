@@ -1,6 +1,6 @@
 """The stream of a run whose steps are planned as a whole: which documents share a row, on how many ranks.
 
-    documents ─▶ wait, in order of arrival ─▶ plan/context/plan.py for one step ─▶ its packs, wave by wave
+    documents ─▶ wait, in order of arrival ─▶ parallel/context/plan.py for one step ─▶ its packs, wave by wave
 
 Enough documents wait to fill a step, and `data.window` more for its gaps; what finds no room waits for the next one, at
 the front. All ranks read the whole stream and make the same plan, so nothing is sent. The state is that of
@@ -16,9 +16,9 @@ from typing import Any
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import Document
-from packgraph.plan.context.cost import ContextCost
-from packgraph.plan.context.plan import ContextPlan, plan_context
-from packgraph.plan.context.request import ContextRequest
+from packgraph.parallel.context.cost import ContextCost
+from packgraph.parallel.context.plan import ContextPlan, plan_context
+from packgraph.parallel.context.request import ContextRequest
 from packgraph.train.data.config import DataConfig
 from packgraph.train.data.microbatches import Microbatches
 from packgraph.train.data.source import DocumentSource

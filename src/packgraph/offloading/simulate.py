@@ -1,0 +1,210 @@
+"""A plan of offloading run on paper: when each copy runs, when compute waits for one, and what the device holds then.
+
+This is the specification of the rules in `offloading/plan.py`, of one microbatch whose backward follows its forward;
+the search (`offloading/passes.py`) has a faster twin. Of other microbatches in flight each holds what the plan keeps:
+
+    memory = other_bytes + (slots - 1) * kept bytes of a microbatch + curve of this one
+
+which is exact, since a microbatch's copies to the host end with its forward, and its reloads with its backward.
+"""
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, replace
+
+from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace, plan_errors
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a group. Times in us from the start of the forward."""
+
+    group: int
+    to_host: bool
+    queued: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute waits for the copy of a group."""
+
+    group: int
+    to_host: bool
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class OffloadTimeline:
+    """What happens, in us from the start of the forward.
+
+    copies: in the order in which they were queued. waits: of compute, those of no length left out. commits, backwards:
+    per group, when its forward has ended and when its backward starts, waits included. forward_end, end: of the
+    microbatch's forward and of all. memory: (time, bytes from then on), in the order of the program. rooms: by how much
+    each of these may exceed the peak. other_bytes: of the trace, below which no peak can be.
+    """
+
+    copies: tuple[Copy, ...]
+    waits: tuple[Wait, ...]
+    commits: tuple[float, ...]
+    backwards: tuple[float, ...]
+    forward_end: float
+    end: float
+    memory: tuple[tuple[float, int], ...]
+    rooms: tuple[int, ...]
+    other_bytes: int
+
+    @property
+    def exposed_us(self) -> float:
+        """How long compute waits."""
+        return sum(wait.end - wait.start for wait in self.waits)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the device holds beyond the rooms."""
+        return max(self.other_bytes, *(held - room for (_, held), room in zip(self.memory, self.rooms)))
+
+    def copy_us(self, to_host: bool) -> float:
+        """How long copies of one direction take together."""
+        return sum(copy.end - copy.start for copy in self.copies if copy.to_host == to_host)
+
+
+def simulate_offload(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadTimeline:
+    """Run `plan` on `trace`. Raises ValueError with all reasons when the plan is not one of this trace."""
+    errors = plan_errors(trace, plan)
+    if errors:
+        raise ValueError("this plan does not fit its trace:\n  - " + "\n  - ".join(errors))
+    run = _Run(trace, speed, plan)
+    for index in range(len(trace.groups)):
+        run.commit(index)
+    run.end_forward()
+    for index in trace.backward_order:
+        run.start_backward(index)
+    return run.end_backward()
+
+
+class _Run:
+    """The clock, both queues of copies, and what is on the device."""
+
+    def __init__(self, trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> None:
+        self.trace, self.speed, self.plan = trace, speed, plan
+        kept = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if not moves)
+        self.held = trace.other_bytes + (trace.slots - 1) * kept
+        self.memory = [(0.0, self.held)]
+        self.room = trace.room  # of the program's present place
+        self.rooms = [self.room]
+        self.waited = 0.0
+        self.free_at = {True: 0.0, False: 0.0}  # of the copy engines, by to_host
+        self.copies: list[Copy] = []
+        self.waits: list[Wait] = []
+        self.in_flight: deque[Copy] = deque()
+        self.due: dict[int, list[int]] = {}
+        for group in trace.backward_order:
+            if plan.moves[group]:
+                self.due.setdefault(plan.reload_at[group], []).append(group)
+        self.on_host: dict[int, float] = {}
+        self.reloaded: dict[int, Copy] = {}
+        self.commits = [0.0] * len(trace.groups)
+        self.backwards = [0.0] * len(trace.groups)
+        self.forward_end = 0.0
+        self.release_at = plan.release_at or (KEPT,) * len(trace.groups)
+        self.running: list[int] = []
+
+    def commit(self, index: int) -> None:
+        now = self.trace.groups[index].forward_us + self.waited
+        self._hold(now, self.trace.arriving[index])
+        if self.plan.moves[index]:
+            self.in_flight.append(self._queue(index, True, now))
+            now = self._give_back(now, self.plan.in_flight)
+        due = sum(KEPT < self.release_at[copy.group] <= index for copy in self.in_flight)
+        self._give_back(now, len(self.in_flight) - due)
+        self.commits[index] = self.trace.groups[index].forward_us + self.waited
+
+    def end_forward(self) -> None:
+        self._give_back(self.trace.forward_us + self.waited, 0)
+        self.room = self.trace.first_room
+        self.rooms[-1] = min(self.rooms[-1], self.room)  # the last is what the backward begins with
+        self.forward_end = self.trace.forward_us + self.waited
+
+    def start_backward(self, index: int) -> None:
+        now = self._backward_time(self.trace.groups[index].backward_us)
+        if self.running and self.trace.blocks[self.running[-1]] != self.trace.blocks[index]:
+            self._end_running(now)
+        if self.room != self.trace.backward_rooms[index]:
+            self.room = self.trace.backward_rooms[index]
+            self._hold(now, 0)
+        for group in self.due.get(index, ()):
+            self._hold(now, self.trace.groups[group].bytes)
+            self.reloaded[group] = self._queue(group, False, now)
+        if self.plan.moves[index]:
+            self._wait(self.reloaded[index], now)
+        self.backwards[index] = self._backward_time(self.trace.groups[index].backward_us)
+        self.running.append(index)
+
+    def end_backward(self) -> OffloadTimeline:
+        end = self._backward_time(self.trace.backward_us)
+        self._end_running(end)
+        return OffloadTimeline(tuple(self.copies), tuple(self.waits), tuple(self.commits), tuple(self.backwards),
+                               self.forward_end, end, tuple(self.memory), tuple(self.rooms), self.trace.other_bytes)
+
+    def _backward_time(self, us: float) -> float:
+        return self.trace.forward_us + us + self.waited
+
+    def _end_running(self, now: float) -> None:
+        if self.running:
+            self._hold(now, -sum(self.trace.groups[index].bytes for index in self.running))
+        self.running = []
+
+    def _give_back(self, now: float, left: int) -> float:
+        """The time at which compute goes on."""
+        while len(self.in_flight) > left:
+            copy = self.in_flight.popleft()
+            now = self._wait(copy, now)
+            self._hold(now, -self.trace.groups[copy.group].bytes)
+            self.on_host[copy.group] = copy.end
+        return now
+
+    def _queue(self, index: int, to_host: bool, now: float) -> Copy:
+        group = self.trace.groups[index]
+        start = max(now, self.free_at[to_host], 0.0 if to_host else self.on_host[index])
+        end = start + (self.speed.to_host_us(group) if to_host else self.speed.to_device_us(group))
+        self.free_at[to_host] = end
+        self.copies.append(Copy(index, to_host, now, start, end))
+        return self.copies[-1]
+
+    def _wait(self, copy: Copy, now: float) -> float:
+        """The time at which compute goes on."""
+        if copy.end <= now:
+            return now
+        self.waits.append(Wait(copy.group, copy.to_host, now, copy.end))
+        self.waited += copy.end - now
+        return copy.end
+
+    def _hold(self, now: float, nbytes: int) -> None:
+        self.held += nbytes
+        self.memory.append((now, self.held))
+        self.rooms.append(self.room)
+
+
+def with_releases(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadPlan:
+    """`plan` with memory that is given back at the first commit at which its copy has ended by itself.
+
+    Nothing is waited for that was not before, so no time changes. Raises ValueError like `simulate_offload`.
+    """
+    timeline = simulate_offload(trace, speed, replace(plan, release_at=()))
+    ends = {copy.group: copy.end for copy in timeline.copies if copy.to_host}
+    # Times of commits only rise, so the first one not before the end is found by halving.
+    places = {group: max(group, bisect_left(timeline.commits, end)) for group, end in ends.items()}
+    release_at = tuple(place if (place := places.get(index, KEPT)) < len(trace.groups) else KEPT
+                       for index in range(len(trace.groups)))
+    return replace(plan, release_at=release_at)
+
+
+def predicted(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadPlan:
+    """`plan` with all predicted figures. Raises ValueError like `simulate_offload`."""
+    timeline = simulate_offload(trace, speed, plan)
+    moved = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if moves)
+    return replace(plan, peak_bytes=timeline.peak_bytes, kept_peak_bytes=trace.kept_peak_bytes, moved_bytes=moved,
+                   host_bytes=trace.slots * moved, copy_us=timeline.copy_us(True) + timeline.copy_us(False),
+                   exposed_us=timeline.exposed_us, compute_us=trace.compute_us)

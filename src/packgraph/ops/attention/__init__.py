@@ -1,0 +1,1 @@
+"""Causal attention within packed documents: backends, and rows spread over ranks."""

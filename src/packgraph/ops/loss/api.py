@@ -1,0 +1,140 @@
+"""Cross-entropy of a linear head, chunk by chunk: the [T, V] logits never exist at once.
+
+    hidden [T, H]  |chunk 0|chunk 1| ... |   each chunk: logits [C, V] -> losses [C], grad_hidden [C, H],
+                                             grad_weight [V, H] += ...; then the logits are dropped
+
+Gradients are computed in the forward pass, while the logits are there, and scaled by the incoming gradient in
+the backward pass: no second product with the head, which is a quarter of the work of a small model. Rows with
+the label -100 contribute exactly zero, whatever their hidden state holds. A label outside the vocabulary makes the loss
+and the gradients NaN: on a device nothing else can be said without waiting for it. Nothing is atomic, so results repeat
+bitwise.
+"""
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+CHUNK_ELEMENTS = 2**28  # logits of one chunk: 512 MiB in bfloat16
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def token_count(labels: Tensor) -> Tensor:
+    """Number of labels that count in the loss: 0-d int64 on the device of `labels`."""
+    return (labels != IGNORED).sum()
+
+
+def is_word(labels: Tensor, vocab_size: int) -> Tensor:
+    """bool, shaped as `labels`: whether each is a word of the vocabulary."""
+    return (labels >= 0) & (labels < vocab_size)
+
+
+def rows_per_chunk(vocab_size: int) -> int:
+    """Rows of logits that are held at once: a multiple of 128, at least 128."""
+    return max(CHUNK_ELEMENTS // vocab_size // 128, 1) * 128
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
+    """Sum over rows of -log softmax(hidden @ weight.T)[label]: 0-d float32.
+
+    hidden: [T, H]; weight: [V, H]; labels: int64 [T], each in [0, V) or -100 (ignored: its loss and gradients
+    are exactly 0); any other makes loss and gradients NaN. chunk: rows of logits held at once,
+    derived from V when None.
+    Raises ValueError for a chunk below 1.
+    """
+    rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
+    if rows < 1:
+        raise ValueError(f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}")
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    # inside the function autograd is off, so whether gradients are wanted must be asked here
+    want_hidden = torch.is_grad_enabled() and hidden.requires_grad
+    want_weight = torch.is_grad_enabled() and weight.requires_grad
+    return _LinearCrossEntropy.apply(hidden, weight, labels, rows, want_hidden, want_weight)
+
+
+def naive_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The specification: all logits at once, torch's cross-entropy over the rows that count."""
+    counted = labels != IGNORED
+    logits, words = (hidden[counted] @ weight.t()).float(), labels[counted]
+    legal = is_word(words, weight.shape[0])
+    losses = F.cross_entropy(logits, words.masked_fill(~legal, 0), reduction="none")
+    return (losses * torch.where(legal, 1.0, torch.nan)).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int,
+                want_hidden: bool, want_weight: bool) -> Tensor:
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight: Tensor | None = None
+        for start in range(0, labels.shape[0], rows):
+            part = slice(start, start + rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
+            grad_logits = gradient_of_logits(chunk_hidden @ weight.t(), labels[part], losses[part],
+                                             wanted=want_hidden or want_weight)
+            if grad_logits is None:
+                continue
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ weight
+            if want_weight:
+                product = grad_logits.t() @ chunk_hidden
+                # sums over chunks are float32: rounding every partial sum to bfloat16 would lose gradients
+                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return scaled(grad_hidden, grad), scaled(grad_weight, grad), None, None, None, None
+
+
+def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """`gradient` (any float dtype) times `factor` (float32 []), rounded once, to the gradient's dtype."""
+    if gradient is None:
+        return None
+    # One dimension, not none: then the product is formed in float32. A 0-d factor would be rounded to bfloat16 first,
+    # which puts the same error into every gradient.
+    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
+
+
+def gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool) -> Tensor | None:
+    """Write the loss of every row to `losses`; returns the gradient of `logits`, in their dtype, if `wanted`.
+
+    logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one kernel does it all, see
+    `ops/loss/kernel.py`.
+    """
+    if HAS_TRITON and logits.is_cuda:
+        from packgraph.ops.loss.kernel import logits_to_gradients
+        logits_to_gradients(logits, labels, losses)
+        return logits if wanted else None
+    return naive_gradient_of_logits(logits, labels, losses, wanted=wanted)
+
+
+def naive_gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool) -> Tensor | None:
+    """The specification of `gradient_of_logits`, by single operations."""
+    ignored = (labels == IGNORED)[:, None]
+    illegal = ~is_word(labels, logits.shape[1])[:, None]
+    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    target = labels[:, None].masked_fill(illegal, 0)
+    target_log_probability = log_probabilities.gather(1, target)
+    losses.copy_(-_defined(target_log_probability, illegal, ignored)[:, 0])
+    if not wanted:
+        return None
+    probabilities = log_probabilities.exp_()
+    probabilities.scatter_(1, target, torch.expm1(target_log_probability))  # p - 1 without cancellation
+    return _defined(probabilities, illegal, ignored).to(logits.dtype)
+
+
+def _defined(values: Tensor, illegal: Tensor, ignored: Tensor) -> Tensor:
+    """`values` [C, ...], NaN where the label is no word and 0 where it is ignored: in place, as rows of logits are the
+    largest tensors of a step."""
+    return values.masked_fill_(illegal, torch.nan).masked_fill_(ignored, 0.0)

@@ -1,0 +1,197 @@
+"""Which few shapes hold many given ones at least cost: exact over nested sets, then improved by swaps.
+
+    documents                     a fill (x) is a row the packer made: so many tokens, so many documents
+      │   x      x   ┌──────C3    a corner is a shape that holds every fill left of and below it
+      │      x  ┌────C2     │     nested: every corner holds all that a smaller one holds, so a fill goes to the first
+      │  x   ┌──C1 x │    x │     that holds it and the cost of a corner depends on the corner below it only
+      └──────┴───────┴────── tokens
+
+So the best nested set of k corners follows from those of k - 1 by dynamic programming over the cells of the grid of all
+token and document numbers that occur: exact, O(k cells²). (In one dimension this is the k-median problem on a line with
+facilities to the right of their customers.) The best set need not be nested: rows of few long and of many short
+documents. No efficient exact solution is known for that; exchanging one corner for another while it pays (M. B. Teitz
+and P. Bart, Operations Research 16, 1968) starts from the nested one and never ends worse.
+"""
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packgraph.packing.buckets.cost import CostModel
+
+MOST_TOKEN_VALUES, MOST_DOCUMENT_VALUES = 64, 24
+MOST_SWAPS = 64
+Corner = tuple[int, int]  # tokens, documents
+Fills = Mapping[Corner, int]  # → rows
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CornerSet:
+    """Corners, smallest first, and the cost in µs of all fills, each in the first that holds it."""
+
+    corners: tuple[Corner, ...]
+    cost_us: float
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The token and document numbers corners may have, ascending; the last ones are those of the largest corner."""
+
+    tokens: tuple[int, ...]
+    documents: tuple[int, ...]
+
+    @property
+    def corners(self) -> NDArray[np.int64]:
+        """All corners, int64 [cells, 2], by tokens, then documents."""
+        return np.array([(tokens, documents) for tokens in self.tokens for documents in self.documents])
+
+
+def grid_of(fills: Fills, top: Corner, multiple: int) -> Grid:
+    """The numbers that occur in `fills`, tokens rounded up to `multiple`, coarser where there are very many.
+
+    A best nested set with such tokens lies on this grid: any other number could be lowered to the next one on it.
+    """
+    step = multiple
+    while len(tokens := {min(top[0], -(-tokens // step) * step) for tokens, _ in fills}) > MOST_TOKEN_VALUES:
+        step *= 2
+    documents, digits = {documents for _, documents in fills}, 5
+    while len(documents) > MOST_DOCUMENT_VALUES:
+        documents, digits = {_with_digits(number, digits) for number in documents}, digits - 1
+    return Grid(tuple(sorted({*tokens, top[0]})), tuple(sorted({min(top[1], n) for n in documents} | {top[1]})))
+
+
+def snapped(fills: Fills, grid: Grid) -> Counter[Corner]:
+    """`fills` with both numbers rounded up to the grid's: the same to every corner of it, and fewer of them."""
+    found: Counter[Corner] = Counter()
+    for (tokens, documents), rows in fills.items():
+        if tokens > grid.tokens[-1] or documents > grid.documents[-1]:
+            raise ValueError(f"a row of {tokens} tokens and {documents} documents fits in no corner of the grid, the "
+                             f"largest is {(grid.tokens[-1], grid.documents[-1])}")
+        corner = (grid.tokens[bisect_left(grid.tokens, tokens)],
+                  grid.documents[bisect_left(grid.documents, documents)])
+        found[corner] += rows
+    return found
+
+
+def _with_digits(number: int, digits: int) -> int:
+    """`number` rounded up to that many binary digits."""
+    step = 1 << max(0, number.bit_length() - digits)
+    return -(-number // step) * step
+
+
+def nested_sets(fills: Fills, grid: Grid, cost: CostModel, most: int) -> list[CornerSet]:
+    """The cheapest nested sets of at most 1, 2, … `most` corners of `grid`, each with its largest corner in it.
+
+    Raises ValueError for a fill that the largest corner does not hold.
+    """
+    corners = grid.corners
+    price: Floats = cost.shape_us(corners[:, 0], corners[:, 1]).astype(np.float64)
+    held = _rows_held(fills, grid)
+    inside = (corners[:, None, 0] <= corners[None, :, 0]) & (corners[:, None, 1] <= corners[None, :, 1])
+    # best[c]: cost of all fills that corner c holds, by nested corners of which c is the largest.
+    best = held * price
+    below: list[NDArray[np.int64]] = []
+    found = [CornerSet((_corner(corners[-1]),), float(best[-1]))]
+    for _ in range(most - 1):
+        through = np.where(inside, best[:, None] - held[:, None] * price[None, :], np.inf)
+        below.append(through.argmin(axis=0))
+        best = held * price + through[below[-1], np.arange(len(corners))]
+        found.append(CornerSet(_trace(corners, below), float(best[-1])))
+    return found
+
+
+def _rows_held(fills: Fills, grid: Grid) -> Floats:
+    """How many rows each corner of the grid holds, float64 [cells]; raises as `snapped`."""
+    counts = np.zeros((len(grid.tokens), len(grid.documents)))
+    for (tokens, documents), rows in snapped(fills, grid).items():
+        counts[grid.tokens.index(tokens), grid.documents.index(documents)] += rows
+    return counts.cumsum(axis=0).cumsum(axis=1).reshape(-1)
+
+
+def _trace(corners: NDArray[np.int64], below: Sequence[NDArray[np.int64]]) -> tuple[Corner, ...]:
+    """The corners on the way down from the largest one, each once."""
+    cell = len(corners) - 1
+    path = {_corner(corners[cell])}
+    for step in reversed(below):
+        cell = int(step[cell])
+        path.add(_corner(corners[cell]))
+    return tuple(sorted(path))
+
+
+def _corner(pair: Any) -> Corner:
+    return int(pair[0]), int(pair[1])
+
+
+def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) -> CornerSet:
+    """`start` after exchanging corners for others of `grid` while it pays, its largest one kept; never dearer."""
+    points, rows = _points(snapped(fills, grid))
+    candidates = grid.corners
+    fits, order = _fits(candidates, points), _order(candidates)
+    price: Floats = cost.shape_us(candidates[:, 0], candidates[:, 1]).astype(np.float64)
+    largest = _corner(candidates[-1])
+    chosen = [corner for corner in start if corner != largest]
+    current = cost_of([*chosen, largest], fills, cost)
+    for _ in range(MOST_SWAPS):
+        best, exchange = current * (1 - 1e-12), None
+        for index in range(len(chosen)):
+            held, held_order = _held([*chosen[:index], *chosen[index + 1 :], largest], points, cost)
+            taken = fits & (order[:, None] < held_order[None, :])
+            totals = np.where(taken, price[:, None], held[None, :]) @ rows
+            place = int(totals.argmin())
+            if totals[place] < best:
+                best, exchange = float(totals[place]), (index, _corner(candidates[place]))
+        if exchange is None:
+            break
+        chosen[exchange[0]], current = exchange[1], best
+    return CornerSet(tuple(sorted({*chosen, largest})), current)
+
+
+def cost_of(corners: Sequence[Corner], fills: Fills, cost: CostModel) -> float:
+    """Cost in µs of all fills, each in the smallest of `corners` that holds it, as the packer chooses (fewest tokens,
+    then fewest documents); infinite when one fits in none.
+    """
+    points, rows = _points(fills)
+    return float(_held(corners, points, cost)[0] @ rows) if fills else 0.0
+
+
+def _points(fills: Fills) -> tuple[NDArray[np.int64], Floats]:
+    """Fills as int64 [points, 2], and their rows as float64 [points]."""
+    points = sorted(fills)
+    return np.array(points, dtype=np.int64).reshape(-1, 2), np.array([fills[point] for point in points], dtype=float)
+
+
+def _fits(corners: NDArray[np.int64], points: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each corner holds each point, bool [corners, points]."""
+    return (points[None, :, 0] <= corners[:, None, 0]) & (points[None, :, 1] <= corners[:, None, 1])
+
+
+def _order(corners: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers that rise as the packer prefers: by tokens, then documents; int64 [corners]."""
+    return corners[:, 0] * 2**32 + corners[:, 1]
+
+
+def _held(corners: Sequence[Corner], points: NDArray[np.int64], cost: CostModel) -> tuple[Floats, NDArray[np.int64]]:
+    """Price of each point in the first of `corners` that holds it, and that corner's order; float64, int64 [points]."""
+    ordered = np.array(sorted(corners))
+    fits = _fits(ordered, points)
+    first = fits.argmax(axis=0)
+    price: Floats = cost.shape_us(ordered[:, 0], ordered[:, 1]).astype(np.float64)
+    found = fits.any(axis=0)
+    none = np.iinfo(np.int64).max
+    return np.where(found, price[first], np.inf), np.where(found, _order(ordered)[first], none)
+
+
+def tight_cost(fills: Fills, cost: CostModel) -> float:
+    """Cost in µs if every fill had a shape of its own without padding: no set of corners costs less."""
+    return sum(rows * float(cost.shape_us(tokens, documents)) for (tokens, documents), rows in fills.items())
+
+
+def is_nested(corners: Sequence[Corner]) -> bool:
+    """Whether every corner (smallest first) holds all before it."""
+    return all(one[0] <= other[0] and one[1] <= other[1] for one, other in pairwise(corners))

@@ -1,0 +1,1 @@
+"""Pipelines: schedules, their simulation and slots, and how a rank runs its part of one."""

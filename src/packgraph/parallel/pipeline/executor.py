@@ -1,0 +1,343 @@
+"""The pipeline executor: runs one rank's actions of a schedule, by replay or eagerly, for any number of microbatches.
+
+    RECV_F: claim a slot, receive into it       F: replay       SEND_F: send from it
+    RECV_B: receive the gradient                B: replay       SEND_B: send; the slot is free when its sends are done
+
+Slots come from a free list in the order of the schedule, never from the microbatch's number, so the count of
+microbatches and the bucket of each may differ in every step without a recapture. Sends and receives are started where
+`parallel/pipeline/rendezvous.py` puts them, so ranks cannot stop each other, whatever makes a host or a device wait.
+The ranks agree once per step, on host facts, about what they are going to run.
+"""
+import contextlib
+import warnings
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from packgraph.graphs import fallback
+from packgraph.graphs.claim import Claim
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.graphed import Control, GraphedModule, control
+from packgraph.graphs.stages import Staged
+from packgraph.graphs.step import GraphedStep
+from packgraph.graphs.vote import Vote
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.pipeline.flight import Arrival, Flight
+from packgraph.parallel.pipeline.links import Links
+from packgraph.parallel.pipeline.rendezvous import Op, make_rows
+from packgraph.parallel.pipeline.schedule import Action, make_schedule
+from packgraph.parallel.pipeline.slots import slot_counts
+
+Place = tuple[int, int]
+BeforeLast = Callable[[int, torch.Tensor], None]
+HIDDEN = 2  # a chunk's tensors: the batch, the tokens in the step, hidden states
+
+
+class PipelineError(RuntimeError):
+    """The ranks of a pipeline do not agree, or a schedule does not fit its slots."""
+
+
+class Pipeline:
+    """One rank's part of a pipeline.
+
+    chunks: the graphed modules of this rank, by chunk; chunk c is virtual stage c * ranks + rank. Called as
+    module(batch, tokens_in_step) in the first stage and module(batch, tokens_in_step, hidden [T, width]) in the others;
+    returns hidden states, or the loss in the last stage. width, dtype: of the hidden states. row_parts: ranks that
+    share the rows of the hidden states (context parallel, and tensor parallel with sequence); each has T // row_parts
+    of them. rank_rows: how many each has of any row, where the ranks that share it change. group: microbatch group size
+    of the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends and receives, as one
+    graph per combination of microbatch shapes (granularity `step`); a combination that does not fit into the bank, or
+    cannot be captured on every rank, runs by the chunks' graphs, counted in `step_stats`.
+    """
+
+    def __init__(self, chunks: Sequence[GraphedModule], links: Links, width: int, dtype: torch.dtype,
+                 device: torch.device, group: int | None = None, whole_steps: bool = False, row_parts: int = 1,
+                 rank_rows: int | None = None) -> None:
+        self.chunks, self.links = [control(chunk) for chunk in chunks], links
+        self.width, self.dtype, self.device = width, dtype, device
+        self.group, self.row_parts, self.rank_rows = group, row_parts, rank_rows
+        self.num_stages = len(self.chunks) * links.size
+        for chunk in self.chunks:
+            chunk.lends = True
+        self._alone = _without_company(self.chunks)
+        self._plain = False
+        self._watched: int | None = None  # the microbatch whose outputs are looked at: they need autograd's graph
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._likes: dict[Capacity, torch.Tensor] = {}
+        self._rows: dict[int, tuple[Op, ...]] = {}
+        self._flights: dict[Place, Flight] = {}
+        self._leaving: dict[int, deque[Flight]] = {index: deque() for index in range(len(self.chunks))}
+        self._reason: str | None = None
+        modules = [chunk.module for chunk in self.chunks]
+        self._whole: GraphedStep | None = None
+        if whole_steps:
+            this = weakref.ref(self)  # which has the step: else a cycle, with all chunks in it
+
+            def run(*arguments: Any) -> torch.Tensor:
+                pipeline = this()
+                assert pipeline is not None, "it has the step that is run"
+                return pipeline._run_plainly(*arguments)
+
+            self._whole = GraphedStep(modules, run, self.chunks[0].capture_backend, device,
+                                      compiled=any(chunk.compiles for chunk in self.chunks),
+                                      lanes=[chunk.capture_backend.lanes for chunk in self.chunks])
+
+    @property
+    def step_stats(self) -> Stats | None:
+        """What the graphs of whole steps have done, if they are in use."""
+        return self._whole.stats if self._whole is not None else None
+
+    def build(self, samples: Sequence[PackedBatch], slots: Sequence[int]) -> bool:
+        """Capture a variant for every sample in the planned number of slots of each chunk; collective.
+
+        samples: one batch on the device per capacity. slots: per chunk. When a capture fails on any rank, all ranks
+        run eagerly from here on (the reason is counted); returns whether all captures succeeded everywhere.
+        """
+        failed = 0
+        for index, (chunk, count) in enumerate(zip(self.chunks, slots, strict=True)):
+            chunk.build([self.sample_arguments(index, batch) for batch in samples], count)
+            failed += chunk.failures
+        if any(facts[0] for facts in self.links.gather_facts([failed])):
+            self._reason = fallback.CAPTURE_FAILED
+        return self._reason is None
+
+    def vote_on_steps(self, vote: Vote) -> None:
+        """Ask `vote` after every capture of a whole step."""
+        if self._whole is not None:
+            self._whole.vote = vote
+
+    def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
+        """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes, no values."""
+        return self._arguments(self._stage(chunk), batch, torch.ones((), dtype=torch.int64, device=self.device))
+
+    def step(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor,
+             before_last: BeforeLast | None = None) -> torch.Tensor:
+        """Forward and backward of all microbatches; gradients are added to `.grad`.
+
+        batches: the same microbatches on every rank, on the device. tokens_in_step: 0-d, labels of the whole step.
+        before_last: called as before_last(chunk, output) right before the last backward of each chunk, the one after
+        which its gradients are final; not called where a whole step is one graph.
+        Returns the loss of the step on every rank, float32 []. Raises PipelineError when the ranks disagree, and what
+        the first chunk's `begin` raises of any microbatch, before anything is launched.
+        """
+        self._agree(batches)
+        self._ask_about(batches, tokens_in_step)
+        whole = self._whole if fallback.bypass_reason() is None else None
+        if whole is not None and self._whole_step_is_ready(batches, tokens_in_step):
+            return whole(tokens_in_step, *batches)
+        with contextlib.ExitStack() as steady:
+            for chunk in self._alone:
+                steady.enter_context(chunk.steady())
+            return self._run(batches, tokens_in_step, before_last)
+
+    def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
+        """Whether every rank has captured this step; collective."""
+        assert self._whole is not None
+        try:
+            ready, reason = self._whole.ready(tokens, *batches), fallback.TOO_MANY_KEYS
+        except CaptureError as error:
+            warnings.warn(f"this step runs by its chunks' graphs, because it cannot be one graph: {error}",
+                          PackgraphWarning, stacklevel=4)
+            ready, reason = False, fallback.CAPTURE_FAILED
+        if all(facts[0] for facts in self.links.gather_facts([int(ready)])):
+            return True
+        self._whole.stats.fallbacks[reason] += 1
+        return False
+
+    def _run_plainly(self, tokens: torch.Tensor, *batches: PackedBatch) -> torch.Tensor:
+        """The rank's schedule without graphs of its own: what a graph of the whole step is captured from."""
+        self._plain = True
+        try:
+            return self._run(batches, tokens)
+        finally:
+            self._plain = False
+
+    def _run(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, before_last: BeforeLast | None = None
+             ) -> torch.Tensor:
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self._crash)
+            self._fly(batches, tokens_in_step, loss, before_last)
+            on_error.pop_all()
+        self.links.sum(loss)
+        return loss
+
+    def _fly(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, loss: torch.Tensor,
+             before_last: BeforeLast | None) -> None:
+        """All actions of a step; adds the losses up in `loss`."""
+        last = len(batches) - 1
+        self._watched = None if before_last is None else last
+        for op in self._row(len(batches)):
+            stage, batch = op.action.stage, batches[op.action.microbatch]
+            if op.what == "RECV":
+                self._receive(op.action, batch, tokens_in_step)
+            elif op.what == "SEND":
+                self._send(op.action)
+            elif op.action.kind == "F":
+                self._forward(op.action, batch, tokens_in_step, loss)
+            else:
+                if before_last is not None and op.action.microbatch == last:
+                    out = self._flights[stage, last].out
+                    assert out is not None
+                    before_last(stage // self.links.size, out)
+                self._backward(op.action)
+        self._drain()
+
+    def close(self) -> None:
+        """Free all graphs; to be called before the process groups go."""
+        self.free_whole_steps()
+        for chunk in self.chunks:
+            chunk.close()
+
+    def free_whole_steps(self) -> None:
+        """Free the graphs of whole steps, if there are any; the next step captures its own again."""
+        if self._whole is not None:
+            self._whole.close()
+
+    def _agree(self, batches: Sequence[PackedBatch]) -> None:
+        text = ",".join(str(batch.capacity) + str(batch.num_tokens) for batch in batches)
+        facts = self.links.gather_facts([len(batches), zlib.crc32(text.encode())])
+        if any(other != facts[0] for other in facts):
+            pairs = zip(self.links.ranks, facts, strict=True)
+            counts = ", ".join(f"rank {rank}: {other[0]}" for rank, other in pairs)
+            raise PipelineError("the ranks of this pipeline were given different microbatches in one step (counts: "
+                                f"{counts}; or other lengths or capacities). Every rank must pack the same documents "
+                                "in the same order")
+
+    def _ask_about(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> None:
+        """Let the first chunk refuse microbatches. In the middle of a step an error would leave other stages waiting,
+        and graphs of whole steps hear of no host facts at all."""
+        module, stage = self.chunks[0].module, self._stage(0)
+        if isinstance(module, Staged):
+            for batch in batches:
+                module.begin(*self._arguments(stage, batch, tokens))
+
+    def _row(self, microbatches: int) -> tuple[Op, ...]:
+        if microbatches not in self._rows:
+            ranks, chunks = self.links.size, len(self.chunks)
+            schedule = make_schedule(ranks, chunks, microbatches, self.group)
+            self._rows[microbatches] = make_rows(schedule, slot_counts(ranks, chunks, self.group))[self.links.rank]
+        return self._rows[microbatches]
+
+    def _stage(self, chunk: int) -> int:
+        return chunk * self.links.size + self.links.rank
+
+    def _like(self, batch: PackedBatch) -> torch.Tensor:
+        """Hidden states of `batch`'s shape, without memory."""
+        if batch.capacity not in self._likes:
+            scalar = torch.zeros((), dtype=self.dtype, device=self.device)
+            rows = self.rank_rows or batch.capacity.tokens // self.row_parts
+            self._likes[batch.capacity] = scalar.expand(rows, self.width)
+        return self._likes[batch.capacity]
+
+    def _arguments(self, stage: int, batch: PackedBatch, tokens: torch.Tensor) -> tuple[object, ...]:
+        """A call's arguments, with a stand-in for received activations."""
+        if stage == 0:
+            return batch, tokens
+        return batch, tokens, self._like(batch).detach().requires_grad_()
+
+    def _take_off(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> Flight:
+        """A flight with its slot, for which older flights have to leave if all slots are in use."""
+        if self._plain:
+            return Flight(None, None)
+        index = action.stage // self.links.size
+        chunk, leaving = self.chunks[index], self._leaving[index]
+        while leaving and (leaving[0].delivered() or not chunk.has_free_slot()):
+            leaving.popleft().finish()
+        if not chunk.has_free_slot():
+            raise PipelineError(f"stage {action.stage} has no free slot: the schedule needs more than were planned")
+        claim = chunk.claim(self._arguments(action.stage, batch, tokens), {}) if self._reason is None else self._reason
+        if isinstance(claim, Claim):
+            claim.ticket.kept = True
+            return Flight(claim, claim.ticket, direct=action.microbatch != self._watched)
+        chunk.stats.fell_back(claim)
+        ticket = chunk.hold_slot()
+        return Flight(None, ticket)
+
+    def _receive(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> None:
+        """Start to receive what `action` needs; a forward gets its slot here."""
+        place = action.stage, action.microbatch
+        if action.kind == "F":
+            flight = self._flights[place] = self._take_off(action, batch, tokens)
+            buffer, direction = flight.activation_buffer(self._like(batch)), "forward"
+        else:
+            flight = self._flights[place]
+            buffer, direction = flight.gradient_buffer(self._like(batch)), "backward"
+        flight.receiving[action.kind] = self.links.receive(buffer, action.stage, direction)
+
+    def _send(self, action: Action) -> None:
+        """Start to send what `action` made. A flight leaves with its last send."""
+        flight = self._flights[action.stage, action.microbatch]
+        made = flight.out if action.kind == "F" else flight.input_gradient
+        assert made is not None
+        tensor = made.detach().contiguous()
+        direction = "forward" if action.kind == "F" else "backward"
+        flight.sent(self.links.send(tensor, action.stage, direction), tensor)
+        if action.kind == "B":
+            self._leave(action)
+
+    def _forward(self, action: Action, batch: PackedBatch, tokens: torch.Tensor, loss: torch.Tensor) -> None:
+        place, chunk = (action.stage, action.microbatch), self.chunks[action.stage // self.links.size]
+        arguments: tuple[object, ...] = (batch, tokens)
+        if action.stage == 0:
+            flight = self._flights[place] = self._take_off(action, batch, tokens)
+        else:
+            flight = self._flights[place]
+            flight.receiving.pop("F").wait()
+            hidden = flight.hidden if flight.direct is not None else Arrival.apply(self._anchor, flight, flight.hidden)
+            arguments = (batch, tokens, hidden)
+        if flight.claim is None:
+            flight.out = chunk.run_eagerly(*arguments)
+        elif flight.direct is not None:
+            flight.out = flight.direct.forward(arguments, {})
+        else:
+            flight.out = flight.claim.run(arguments, {})
+        assert flight.out is not None
+        if action.stage == self.num_stages - 1:
+            loss += flight.out.detach()
+
+    def _backward(self, action: Action) -> None:
+        flight = self._flights[action.stage, action.microbatch]
+        assert flight.out is not None
+        if action.stage < self.num_stages - 1:
+            flight.receiving.pop("B").wait()
+        if flight.direct is not None:
+            flight.direct.backward(flight.gradient)
+            flight.input_gradient = flight.direct.input_gradient(HIDDEN)
+        else:
+            torch.autograd.backward(flight.out, flight.gradient)
+        flight.out = None
+        if action.stage == 0:
+            self._leave(action)
+
+    def _leave(self, action: Action) -> None:
+        flight = self._flights.pop((action.stage, action.microbatch))
+        self._leaving[action.stage // self.links.size].append(flight)
+
+    def _crash(self) -> None:
+        """An error has ended the step: forget its flights and give their slots back, for the next step needs them."""
+        for flight in [*self._flights.values(), *(flight for leaving in self._leaving.values() for flight in leaving)]:
+            if flight.ticket is not None:
+                flight.ticket.release()
+        self._flights.clear()
+        for leaving in self._leaving.values():
+            leaving.clear()
+
+    def _drain(self) -> None:
+        for leaving in self._leaving.values():
+            while leaving:
+                leaving.popleft().finish()
+
+
+def _without_company(chunks: Sequence[Control]) -> list[Control]:
+    """The chunks that share no parameter with another: others may put `.grad` of a shared one into their own buffer."""
+    owned = [{id(parameter) for parameter in chunk.module.parameters()} for chunk in chunks]
+    users = Counter(parameter for parameters in owned for parameter in parameters)
+    return [chunk for chunk, parameters in zip(chunks, owned, strict=True)
+            if all(users[parameter] == 1 for parameter in parameters)]

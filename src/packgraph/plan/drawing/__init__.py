@@ -1,1 +1,0 @@
-"""Pictures of pipeline schedules, as text and as SVG."""

@@ -1,1 +1,0 @@
-"""Activations that wait on the host: which groups move, and when they come back."""

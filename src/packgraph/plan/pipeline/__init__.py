@@ -1,1 +1,0 @@
-"""Schedules of pipelines: actions, slots, transfers, and how long they take."""

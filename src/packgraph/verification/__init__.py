@@ -1,0 +1,1 @@
+"""Bitwise comparison of eager and graph runs: `packgraph verify`."""

@@ -1,0 +1,1 @@
+"""Schedules and plans as text, pictures and Chrome traces."""

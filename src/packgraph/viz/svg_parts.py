@@ -1,0 +1,42 @@
+"""Pieces that drawings as SVG share: the page with its style and title, text, numbers, a ruler of time in milliseconds.
+
+The file that they make needs no font, script or other file.
+"""
+from html import escape
+
+from packgraph.viz.svg import STYLE
+
+
+def page(width: int, height: int, title: str, subtitle: str) -> list[str]:
+    """The opening of the file: page, title and a quiet line below it. `</svg>` is left to whoever draws on."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'role="img" aria-label="{escape(title)}">',
+        f"<style>{STYLE}\n</style>",
+        f'<rect class="page" width="{width}" height="{height}"/>',
+        text(16, 26, title, "text title"),
+        text(16, 46, subtitle, "quiet"),
+    ]
+
+
+def text(x: float, y: float, words: str, classes: str) -> str:
+    """Words at a place; classes are those of the style."""
+    return f'<text x="{number(x)}" y="{number(y)}" class="{classes}">{escape(words)}</text>'
+
+
+def number(value: float) -> str:
+    """At most two digits behind the point."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def ruler(span_us: float, left: float, width: float, top: float, bottom: float) -> list[str]:
+    """About ten lines from `top` to `bottom` at 1, 2 or 5 times a power of ten milliseconds, named above."""
+    ms = span_us / 1000
+    step = next((unit * 10.0**power for power in range(-4, 7) for unit in (1, 2, 5)
+                 if unit * 10.0**power * 12 >= ms), 1e7)
+    marks = []
+    for mark in range(int(ms / step) + 1 if ms > 0 else 1):
+        x = left + (mark * step / ms * width if ms > 0 else 0)
+        marks.append(f'<line class="line" x1="{number(x)}" x2="{number(x)}" y1="{number(top)}" y2="{number(bottom)}"/>')
+        marks.append(text(x, top - 4, f"{mark * step:g}", "quiet small middle"))
+    return marks
