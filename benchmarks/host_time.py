@@ -17,7 +17,7 @@ from packgraph.bench.models import dtype_on, shape, zero_gradients
 from packgraph.bench.parts import build_part
 from packgraph.bench.step import StepOptions, _StepBench
 from packgraph.bench.timing import Deadline
-from packgraph.bench.ways import Way, make_way
+from packgraph.bench.variants import Way, make_way
 from packgraph.graphs.cuda.backend import CudaGraph
 from packgraph.packing.batch import PackedBatch
 

@@ -25,9 +25,9 @@ from packgraph.bench.rows import facts
 from packgraph.moe.activation import activation, activation_backward
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.experts import Experts, naive_experts
-from packgraph.moe.grouped.products import add_matrices_gradient, grouped_mm, matrices_gradient, product
-from packgraph.moe.rows.naive import naive_plan_rows
-from packgraph.moe.rows.rows import combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.grouped_gemm.products import add_matrices_gradient, grouped_mm, matrices_gradient, product
+from packgraph.moe.permute.api import combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.permute.naive import naive_plan_rows
 
 Row = dict[str, Any]
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError)

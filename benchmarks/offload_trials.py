@@ -17,8 +17,8 @@ from packgraph.bench.offload import OffloadOptions, _Run, _trace
 from packgraph.bench.parts import build_part
 from packgraph.bench.rows import facts
 from packgraph.bench.timing import time_block
-from packgraph.bench.ways import room_for_code
-from packgraph.graphs.memory.unused import free_unused
+from packgraph.bench.variants import room_for_code
+from packgraph.graphs.memory.free import free_unused
 from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import simulate_offload

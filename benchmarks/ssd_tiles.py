@@ -10,7 +10,7 @@ why not). A way must give the same bits twice, zeros in padding that holds NaN, 
 documents when one is changed. Then what was right is timed (median over replays of a graph that holds the work several
 times): the best five of each piece are printed (`section` best), and today's way with them. In the end (`section`
 whole) forwards and backwards as a whole: today's, those of the best pieces, those that write no states, those with
-chunks of other sizes in the forward, and mamba_ssm's; `ways` is what to write into the table of mamba/ssd_ways.py.
+chunks of other sizes in the forward, and mamba_ssm's; `ways` is what to write into the table of mamba/ssd_configs.py.
 Printed are these and failures, --out keeps all rows. Without CUDA everything is tiny and runs in Triton's interpreter
 (TRITON_INTERPRET=1), which shows that the script works and nothing else.
 """
@@ -31,11 +31,11 @@ from trials import FAILED, check_apart, keep, report
 from packgraph.bench.rows import why
 from packgraph.mamba.ssd import chunked_ssd
 from packgraph.mamba.ssd_backward_kernel import backward, pair_gradients, shared_gradient, step_gradients
+from packgraph.mamba.ssd_configs import EVERYWHERE, Mix, Ways, ways_for
 from packgraph.mamba.ssd_forward_kernel import forward, mix
 from packgraph.mamba.ssd_kernel import carry, scores_of, sizes_of, tables_of
 from packgraph.mamba.ssd_through_kernel import mix_through
 from packgraph.mamba.ssd_values_kernel import value_gradients
-from packgraph.mamba.ssd_ways import EVERYWHERE, Mix, Ways, ways_for
 
 RELATIVE = 0.015  # bfloat16: factors of products are rounded
 WORKERS, CHECKING = 14, 0.65  # processes that check, and the part of the time they may take

@@ -1,5 +1,5 @@
 """What `ssd_tiles.py` tries for each piece of SSD: today's way first, then others, the likely ones first."""
-from packgraph.mamba.ssd_ways import Carry, Mix, Pairs, Scores, Shared, Steps, Tables, Values
+from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Scores, Shared, Steps, Tables, Values
 
 Way = Tables | Scores | Carry | Mix | Pairs | Shared | Values | Steps
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from packgraph.moe.dispatch.dispatcher import Routing
-from packgraph.moe.pull.buffers import rows_for
+from packgraph.moe.peer_read.buffers import rows_for
 
 H, WIDTH = 6, 5
 

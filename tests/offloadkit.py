@@ -11,9 +11,9 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.runtime import Offload
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.executor import sample_batch

@@ -1,7 +1,7 @@
 """Ranks in one process for tests of what ranks read from each other: a memory for each, and routings to try."""
 import torch
 
-from packgraph.moe.pull.buffers import bytes_for
+from packgraph.moe.peer_read.buffers import bytes_for
 
 NAN = float("nan")
 
@@ -17,7 +17,7 @@ class Peers:
 
     def publish(self, values, weights, plans=None):
         """Of every rank its rows [N, H] and their weights; only the live ones of `plans`, where given."""
-        from packgraph.moe.pull.kernel import publish
+        from packgraph.moe.peer_read.kernel import publish
         for rank, (rows, of_rows) in enumerate(zip(values, weights, strict=True)):
             publish(rows, of_rows, self.memories[rank], self.room, plans and plans[rank].offsets)
 

@@ -160,8 +160,8 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     with _no_lost_ctrl_c():
         from packgraph.graphs.errors import CaptureError
         from packgraph.models.hf import WeightsError
+        from packgraph.parallel.consensus import LostPartnersError
         from packgraph.parallel.heartbeat import LOST, LostRankError
-        from packgraph.parallel.votes import LostPartnersError
         from packgraph.train.checkpoint_reader import CheckpointError
         from packgraph.train.config import ConfigError
         from packgraph.train.config_values import printable

@@ -10,10 +10,10 @@ import pytest
 import torch
 from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 
-from packgraph.graphs.claim import Claim
 from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import Control, graph
-from packgraph.graphs.slot import Slots
+from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.slots import Slots
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import single_process

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
-from packgraph.bench import pipeline_way
-from packgraph.bench.company import Company
+from packgraph.bench import pipeline_variant as pipeline_way
+from packgraph.bench.comparison import Check, Contest, Sample, groups
 from packgraph.bench.compiled import CompiledStack, no_silent_eager
-from packgraph.bench.contest import Check, Contest, Sample, groups
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
 from packgraph.bench.pipeline import PipelineOptions, measure_pipeline
-from packgraph.bench.pipeline_way import PipelineWay
+from packgraph.bench.pipeline_variant import PipelineWay
+from packgraph.bench.ranks import Company
 from packgraph.bench.rows import Rows, facts, figures
 from packgraph.bench.timing import Deadline, rounds_in_turn
-from packgraph.bench.ways import Graphed
+from packgraph.bench.variants import Graphed
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pipeline.links import make_links

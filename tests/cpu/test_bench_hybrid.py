@@ -10,10 +10,10 @@ from torch import Tensor
 from packgraph import cli
 from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.models import FreshModel, draw_batches, refit, shape, squared_gradients, zero_gradients
-from packgraph.bench.moe_ways import make_expert_way, partial_scope
+from packgraph.bench.moe_variants import make_expert_way, partial_scope
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.torch_layers import layers_of
-from packgraph.bench.ways import Recorded, Setting, Way
+from packgraph.bench.variants import Recorded, Setting, Way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.layers.mamba import FIRST_DECAY

@@ -17,14 +17,14 @@ from packgraph.bench.expert_memory import RoomyDispatcher
 from packgraph.bench.flops import model_flops
 from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.models import SHAPES, draw_batches, refit, shape, squared_gradients, zero_gradients
-from packgraph.bench.moe_ways import EXPERT_WAYS, MOE_WAYS, Stashed, make_expert_way, partial_scope
+from packgraph.bench.moe_variants import EXPERT_WAYS, MOE_WAYS, Stashed, make_expert_way, partial_scope
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
 from packgraph.bench.torch_layers import layers_of
 from packgraph.bench.transformers_layers import their_layers
-from packgraph.bench.ways import STEP_WAYS, Graphed, Recorded, Setting, Way, room_for_code
+from packgraph.bench.variants import STEP_WAYS, Graphed, Recorded, Setting, Way, room_for_code
 from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from packgraph.bench.command import bench
-from packgraph.bench.contest import attempt_alone
+from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.copies import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.models import shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _run_once
 from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.guard import capturing
-from packgraph.graphs.memory.unused import free_unused
+from packgraph.graphs.host_sync import capturing
+from packgraph.graphs.memory.free import free_unused
 from packgraph.offloading.group import Group
 from packgraph.offloading.knobs import plan_by_knobs
 from packgraph.offloading.plan import CopySpeed

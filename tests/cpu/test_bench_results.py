@@ -15,7 +15,7 @@ import pytest
 from packgraph.bench.command import _parser, _problems
 from packgraph.bench.results import markdown, newest, read_rows, step_kinds
 from packgraph.bench.rows import median, quantile, value
-from packgraph.bench.ways import STEP_WAYS
+from packgraph.bench.variants import STEP_WAYS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "h200.sh"

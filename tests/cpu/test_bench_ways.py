@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
-from packgraph.bench import ways
+from packgraph.bench import variants as ways
 from packgraph.bench.compiled import no_silent_eager
 from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.memory import _ratios
@@ -24,7 +24,7 @@ from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
 from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
-from packgraph.bench.ways import Compiled, Graphed, Recorded, Setting, Way, make_way
+from packgraph.bench.variants import Compiled, Graphed, Recorded, Setting, Way, make_way
 from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention import api as attention_module

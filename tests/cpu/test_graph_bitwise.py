@@ -6,7 +6,7 @@ from torch import nn
 
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.recorder.backend import RecorderWindow
-from packgraph.graphs.slot import Slots
+from packgraph.graphs.slots import Slots
 
 SCOPES = [None, ["attn"], ["mlp"], ["attn", "mlp"], ["embed", "head"], ["embed", "attn", "head"], ["head"]]
 

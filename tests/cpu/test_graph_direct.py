@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from packgraph.graphs.claim import Claim
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.replay_handle import Claim
 from packgraph.graphs.stages import Stage, run_stages
 
 WIDTH = 8

@@ -10,7 +10,8 @@ import torch
 from graphkit import differences, make_toy, toy_inputs, toy_loss, train
 from torch import nn
 
-from packgraph.graphs import build, guard
+from packgraph.graphs import build
+from packgraph.graphs import host_sync as guard
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderWindow
@@ -50,7 +51,7 @@ def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monk
 def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
     """Negative control of R7: without the undo a capture on the CPU would count buffers and gradients twice."""
     eager = train(make_toy(), steps=4)
-    monkeypatch.setattr("packgraph.graphs.guard.Journal.restore", lambda self: self._saved.clear())
+    monkeypatch.setattr("packgraph.graphs.host_sync.Journal.restore", lambda self: self._saved.clear())
     assert differences(eager, train(graph(make_toy(), warmup=1), steps=4)) != []
 
 

@@ -8,12 +8,12 @@ from statekit import One, Staged, X, captured, train
 from torch import nn
 
 from packgraph.graphs import random_state
-from packgraph.graphs.effects import HostEffects
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.guard import refuse_unsafe
+from packgraph.graphs.host_sync import refuse_unsafe
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.operations import operation_of
+from packgraph.graphs.side_effects import HostEffects
 
 # ---- facts that change after the capture
 

@@ -18,7 +18,7 @@ PLANNERS = ("packing/buckets/*", "graphs/stages.py", "graphs/regions.py", "graph
             "moe/stash/plan.py", "offloading/check.py", "offloading/json.py", "offloading/knobs.py",
             "offloading/passes.py", "offloading/plan.py", "offloading/rules.py", "offloading/search.py",
             "offloading/sets.py", "offloading/simulate.py", "ops/attention/kind.py", "parallel/context/bins.py",
-            "parallel/context/board.py", "parallel/context/bound.py", "parallel/context/build.py",
+            "parallel/context/assignment.py", "parallel/context/bound.py", "parallel/context/build.py",
             "parallel/context/cost.py", "parallel/context/plan.py", "parallel/context/request.py",
             "parallel/context/search.py", "parallel/pipeline/chunks.py", "parallel/pipeline/csv.py",
             "parallel/pipeline/rendezvous.py", "parallel/pipeline/schedule.py", "parallel/pipeline/simulate.py",

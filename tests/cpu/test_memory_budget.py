@@ -11,9 +11,9 @@ import torch
 from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 
 from packgraph.graphs.capture import explained
+from packgraph.graphs.captured_capacities import OVER_BUDGET, KeptCapacities
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import control, graph
-from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.graphs.memory import trace as memory_trace
 from packgraph.graphs.memory.bank import BankModel
 from packgraph.graphs.memory.budget import budget_bytes, shown
@@ -25,11 +25,11 @@ from packgraph.train import memory_budget
 from packgraph.train.auto_capacities import bucket_request
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.build import build_model
-from packgraph.train.disagreements import disagreements
 from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
 from packgraph.train.options import TrainConfig
 from packgraph.train.signals import StopRequest
+from packgraph.train.validate import disagreements
 
 
 def with_graph(config: TrainConfig, **values: Any) -> TrainConfig:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.moe.grouped import ways as grouped_ways
-from packgraph.moe.grouped.products import naive_grouped_mm
-from packgraph.moe.grouped.ways import (
+from packgraph.moe.grouped_gemm import configs as grouped_ways
+from packgraph.moe.grouped_gemm.configs import (
     ADDED,
     ADDED_ANYWHERE,
     MULTIPLIED,
@@ -22,6 +21,7 @@ from packgraph.moe.grouped.ways import (
     multiplied_anywhere,
     multiplied_way,
 )
+from packgraph.moe.grouped_gemm.products import naive_grouped_mm
 
 NAN, ROWS = float("nan"), 150
 ENDS = [(0, 45, 45, 130), (32, 64, 96, 96), (0, 0, 0, 0), (1, 2, 3, 4), (0, 0, 0, 150)]
@@ -44,7 +44,7 @@ def add_in_memory(builder, kind, descriptor, value, indices):
 def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from packgraph.moe.grouped.added_kernel import add_by_descriptors
+    from packgraph.moe.grouped_gemm.added_kernel import add_by_descriptors
     monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", add_in_memory, raising=False)
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(ROWS, 24), torch.randn(ROWS, 44)[:, :40]
@@ -62,7 +62,7 @@ def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
 @bounds_from_memory
 def test_rows_of_others_do_not_reach_a_sum():
     """Neither by a product with zero: a row of the next expert is NaN on one side and infinite on the other."""
-    from packgraph.moe.grouped.added_kernel import add_by_descriptors
+    from packgraph.moe.grouped_gemm.added_kernel import add_by_descriptors
     left, right = torch.randn(40, 16), torch.randn(40, 16)
     left[10:20], right[10:20] = NAN, float("inf")
     total = torch.zeros(3, 16, 16)
@@ -83,7 +83,7 @@ def test_rows_of_others_do_not_reach_a_sum():
     (ENDS[3], True, Multiplied("descriptors", 64, 32, 32), 2),
     (ENDS[4], False, Multiplied("descriptors", 64, 64, 32), 9)], ids=str)
 def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, way, programs):
-    from packgraph.moe.grouped.forward_kernel import multiply_by_descriptors
+    from packgraph.moe.grouped_gemm.forward_kernel import multiply_by_descriptors
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     a, matrices = torch.randn(ROWS, 44)[:, :40], torch.randn(4, 72, 40) if transposed else torch.randn(4, 40, 72)
     expected = naive_grouped_mm(a, matrices.mT if transposed else matrices, offsets)
@@ -100,7 +100,7 @@ def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, w
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(ends, transposed, dtype):
     """Widths of 37 and 71 fill no tile and begin nowhere in particular; rows beyond the last hold NaN."""
-    from packgraph.moe.grouped.anywhere_kernel import multiply_by_pointers
+    from packgraph.moe.grouped_gemm.anywhere_kernel import multiply_by_pointers
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     a = torch.randn(ROWS, 44)[:, :37].to(dtype)
     matrices = (torch.randn(4, 71, 37) if transposed else torch.randn(4, 37, 71)).to(dtype)
@@ -117,7 +117,7 @@ def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(end
 @bounds_from_memory
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 def test_pointers_add_products_of_any_width(ends):
-    from packgraph.moe.grouped.pointers_kernel import add_products
+    from packgraph.moe.grouped_gemm.pointers_kernel import add_products
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(ROWS, 37), torch.randn(ROWS, 44)[:, :41]
     left[ends[-1]:], right[ends[-1]:] = NAN, NAN

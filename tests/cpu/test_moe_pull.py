@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 from pullkit import NAN, Peers, draw_experts
 
-from packgraph.moe.pull.buffers import bytes_for, rows_for, weights_start
-from packgraph.moe.pull.naive import naive_from_experts, naive_plans, naive_to_experts
-from packgraph.moe.pull.plan import locate
-from packgraph.moe.rows.rows import plan_rows
+from packgraph.moe.peer_read.buffers import bytes_for, rows_for, weights_start
+from packgraph.moe.peer_read.naive import naive_from_experts, naive_plans, naive_to_experts
+from packgraph.moe.peer_read.plan import locate
+from packgraph.moe.permute.api import plan_rows
 
 
 def same(ours, theirs):
@@ -41,7 +41,7 @@ def test_room_is_for_whatever_comes_and_no_more():
     (1, 3, 2, 4, 8), (4, 300, 2, 64, 500), (3, 7, 8, 9, 60)], ids=str)
 @pytest.mark.parametrize("kind", ["mixed", "padding", "one"])
 def test_tables_of_the_plan_equal_the_operations(ranks, tokens, places, count, rows, kind):
-    from packgraph.moe.pull import kernel as pull_kernel
+    from packgraph.moe.peer_read import kernel as pull_kernel
     everyone = draw_experts(ranks, tokens, places, count, kind).flatten(0, 1)
     ordered = plan_rows(everyone, count, everyone.numel())
     for rank in range(ranks):
@@ -56,8 +56,8 @@ def test_tables_of_the_plan_equal_the_operations(ranks, tokens, places, count, r
     (2, 4, 2, 4, 8, "padding", 1.0, torch.float32), (2, 4, 2, 4, 16, "one", 1.0, torch.float32)], ids=str)
 def test_moves_equal_the_loops(ranks, tokens, places, count, width, kind, factor, dtype, monkeypatch):
     """Forward and, since either is the other's backward, gradients; also with less room than is needed."""
-    from packgraph.moe.pull import kernel as pull_kernel
-    from packgraph.moe.pull.kernel import collect, spread
+    from packgraph.moe.peer_read import kernel as pull_kernel
+    from packgraph.moe.peer_read.kernel import collect, spread
     monkeypatch.setattr(pull_kernel, "SPREAD_COLUMNS", 32)
     monkeypatch.setattr(pull_kernel, "COLLECT_COLUMNS", 16)
     rows = rows_for(tokens * places, factor, ranks)

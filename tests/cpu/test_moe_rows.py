@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packgraph.graphs.graphed import graph
-from packgraph.moe.rows.naive import naive_combine_rows, naive_gather_pairs, naive_gather_rows, naive_plan_rows
-from packgraph.moe.rows.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.permute.naive import naive_combine_rows, naive_gather_pairs, naive_gather_rows, naive_plan_rows
 
 NAN = float("nan")
 

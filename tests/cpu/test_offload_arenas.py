@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadkit import DENSE, config, same, train
 
-import packgraph.graphs.lanes
-from packgraph.graphs.lanes import Arenas, FreeHost, HostMemories, HostMemory, aligned, placed
-from packgraph.graphs.recorder.lanes import copy_back, copy_out, plain
+import packgraph.graphs.copy_streams
+from packgraph.graphs.copy_streams import Arenas, FreeHost, HostMemories, HostMemory, aligned, placed
+from packgraph.graphs.recorder.copy_streams import copy_back, copy_out, plain
 
 
 @contextlib.contextmanager
 def small_pieces(smallest, largest):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packgraph.graphs.lanes, "SMALLEST_ARENA", smallest)
-        patch.setattr(packgraph.graphs.lanes, "LARGEST_ARENA", largest)
+        patch.setattr(packgraph.graphs.copy_streams, "SMALLEST_ARENA", smallest)
+        patch.setattr(packgraph.graphs.copy_streams, "LARGEST_ARENA", largest)
         yield
 
 

@@ -3,15 +3,15 @@ import pytest
 import torch
 from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, engine_of, same, train
 
+from packgraph.graphs.copy_streams import captured_lanes
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.lanes import captured_lanes
 from packgraph.graphs.recorder.backend import RecorderBackend
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
+from packgraph.offloading.runtime import Offload
 from packgraph.packing.batch import PackedBatch
 
 VARIED = {"counts": (1, 2, 1, 3), "capacities": CAPACITIES}

@@ -5,12 +5,12 @@ import pytest
 import torch
 from offloadkit import DENSE, batches, config, engine_of, same, train
 
-from packgraph.graphs.lanes import HostMemory, aligned
-from packgraph.graphs.recorder.lanes import EmulatedLanes, Queues, RecordedLanes, plain
+from packgraph.graphs.copy_streams import HostMemory, aligned
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes, Queues, RecordedLanes, plain
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.group import Group
+from packgraph.offloading.runtime import Offload
 
 
 def numbers(value: float, count: int = 6) -> torch.Tensor:

@@ -6,11 +6,11 @@ import torch
 from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, same, train
 from torch import nn
 
-from packgraph.graphs.lanes import captured_lanes
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.copy_streams import captured_lanes
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.group import Group
+from packgraph.offloading.runtime import Offload
 
 INPUT = torch.linspace(0.0, 1.0, 8)
 MODULES = ("core_attn", "attn_proj", "mlp_act")

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 import torch
 
-from packgraph.graphs.cuda.lanes import CudaLanes, streams_beside
-from packgraph.graphs.lanes import HostMemories
+from packgraph.graphs.copy_streams import HostMemories
+from packgraph.graphs.cuda.copy_streams import CudaLanes, streams_beside
 from packgraph.graphs.memory import peak as peak_memory
-from packgraph.graphs.recorder.lanes import plain
+from packgraph.graphs.recorder.copy_streams import plain
 
 
 class Device:

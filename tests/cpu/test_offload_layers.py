@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 import packgraph
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 from packgraph.offloading.attach import attach, layer_names, layer_numbers
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.marks import nowhere
+from packgraph.offloading.runtime import Offload
 
 
 class Layer(nn.Module):

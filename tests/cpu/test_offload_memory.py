@@ -10,14 +10,14 @@ from offloadkit import CAPACITIES, DENSE, EXPERTS, config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs.lanes import DeviceMemory
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.copy_streams import DeviceMemory
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.group import Memory
 from packgraph.offloading.json import from_json, to_json
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.runtime import Offload
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
 from packgraph.packing.batch import PackedBatch
 

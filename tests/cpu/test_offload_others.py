@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import packgraph
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import LOOKS, Offload
 from packgraph.offloading.marks import nowhere
+from packgraph.offloading.runtime import LOOKS, Offload
 
 NAMES = ("core_attn", "mlp_act")
 SIZE = 32

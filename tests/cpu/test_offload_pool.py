@@ -8,7 +8,7 @@ from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warm
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.trace import trace_memory
 from packgraph.graphs.recorder.backend import RecorderBackend, RecorderWindow
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 from packgraph.graphs.step import GraphedStep
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.search import plan_for_time

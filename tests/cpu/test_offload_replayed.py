@@ -6,15 +6,15 @@ import torch
 from offloadkit import DENSE, config
 from trainkit import RandomPacks, state_of, tiny, trainer
 
+from packgraph.graphs.copy_streams import captured_lanes
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.lanes import captured_lanes
 from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.recorder import lanes as recorder_lanes
-from packgraph.graphs.recorder.lanes import RecordedLanes
+from packgraph.graphs.recorder import copy_streams as recorder_lanes
+from packgraph.graphs.recorder.copy_streams import RecordedLanes
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.runtime import Offload
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train import offloading

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offloadkit import DENSE, config, same, train
 
-from packgraph.graphs.lanes import DeviceMemory
-from packgraph.graphs.recorder.lanes import EmulatedLanes
-from packgraph.offloading import engine
-from packgraph.offloading.engine import Offload
+from packgraph.graphs.copy_streams import DeviceMemory
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.offloading import runtime as engine
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed
 from packgraph.offloading.room import Room
+from packgraph.offloading.runtime import Offload
 
 
 class Told(EmulatedLanes):

@@ -7,14 +7,14 @@ import torch
 from offloadkit import AsksTwice
 from torch import nn
 
-from packgraph.graphs.recorder import lanes as recorder_lanes
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.recorder import copy_streams as recorder_lanes
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.group import Group
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.marks import nowhere
 from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.runtime import Offload
 
 NAMES = ("core_attn", "mlp_act")
 

@@ -4,11 +4,11 @@ import torch
 from offloadkit import DENSE, config
 from torch import nn
 
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.runtime import Offload
 from packgraph.offloading.speed import copy_speed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

@@ -65,14 +65,14 @@ def test_ssd_shares_heads_out_among_programs(monkeypatch):
 def other_ways(monkeypatch, **given):
     """Have forward and backward made in these ways instead of those of the table."""
     from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
-    from packgraph.mamba.ssd_ways import Ways
+    from packgraph.mamba.ssd_configs import Ways
     for kernels in (ssd_forward_kernel, ssd_backward_kernel):
         monkeypatch.setattr(kernels, "ways_of", lambda *sizes: Ways(**given))
 
 
 def grouped(tile, share):
     """Every piece in a way that is not the usual one."""
-    from packgraph.mamba.ssd_ways import Carry, Mix, Pairs, Shared, Tables, Values
+    from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Shared, Tables, Values
     return {"tables": Tables(32, 128), "carry": Carry(columns=64, rows=16),
             "mix": Mix("groups", tile, share),
             "back": Carry(columns=16), "pairs": Pairs(share, products=True), "of_c": Shared(128, share),
@@ -104,7 +104,7 @@ def test_every_way_equals_the_operations(tile, share, chunk, sizes, dtype, monke
     (16, 16, {"heads": 4, "groups": 2}, torch.float16), (64, 64, {"heads": 1, "groups": 1}, torch.float32),
     (32, 32, {"heads": 2, "groups": 1, "size": 40, "state": 20, "skip": False}, torch.float32)], ids=str)
 def test_states_that_are_never_written_down(columns, chunk, sizes, dtype, monkeypatch):
-    from packgraph.mamba.ssd_ways import Mix
+    from packgraph.mamba.ssd_configs import Mix
     ids, used = ids_of([0, 3, 5, 1, 39], 16, 2), 48
     inputs = ssd_inputs(len(ids), dtype=dtype, **sizes)
     wanted = chunked_ssd(*[None if value is None else value.double() for value in inputs], ids, chunk)
@@ -118,7 +118,7 @@ def test_states_that_are_never_written_down(columns, chunk, sizes, dtype, monkey
 @inside
 @pytest.mark.parametrize("part", ["mix", "values"])
 def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
-    from packgraph.mamba.ssd_ways import Mix, Values
+    from packgraph.mamba.ssd_configs import Mix, Values
     other_ways(monkeypatch, **{part: {"mix": Mix, "values": Values}[part](tile=128)})
     with pytest.raises(ValueError, match=r"tiles of 64 rows.*got tile=128"):
         with_gradients(ssd_kernels(ids_of([20]), 128), ssd_inputs(20, 1, 3, 1, 5), torch.randn(20, 1, 3))
@@ -128,7 +128,7 @@ def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
 @pytest.mark.parametrize("way", [None, "groups", "through"])
 def test_a_changed_document_leaves_the_others_in_kernels(way, monkeypatch):
     if way is not None:
-        from packgraph.mamba.ssd_ways import Mix
+        from packgraph.mamba.ssd_configs import Mix
         other_ways(monkeypatch, **grouped(16, 1) | ({} if way == "groups" else {"mix": Mix("through", columns=16)}))
     ids, changed = ids_of([5, 8, 16], 3), slice(5, 13)
     inputs, grad = ssd_inputs(32, 1, 3, 1, 5), torch.randn(32, 1, 3)

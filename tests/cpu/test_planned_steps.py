@@ -14,12 +14,12 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.assignment import Sharing, groups_of
 from packgraph.train.data import DataConfig, DataError, PlannedSteps
-from packgraph.train.disagreements import disagreements
 from packgraph.train.dynamic_context import context_request, rank_tokens, with_context_buckets
 from packgraph.train.options import ParallelConfig
-from packgraph.train.sharing import Sharing, groups_of
 from packgraph.train.step import take_step
+from packgraph.train.validate import disagreements
 from packgraph.verification.switching import SwitchingSteps
 
 WORLD, TOKENS = 4, 16

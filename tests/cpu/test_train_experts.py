@@ -16,12 +16,12 @@ from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks
-from packgraph.train.disagreements import disagreements
 from packgraph.train.expert_room import restore_room, room_of_experts
 from packgraph.train.expert_stash import make_stash, planned_pages, share
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
+from packgraph.train.validate import disagreements
 
 EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, first_dense=1, score="sigmoid",
                        score_bias=True, bias_rate=0.01, document_loss=1e-3)

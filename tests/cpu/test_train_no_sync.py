@@ -4,7 +4,7 @@ import torch
 from trainkit import tiny, trainer
 
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.guard import HostReadGuard, Journal, Watch
+from packgraph.graphs.host_sync import HostReadGuard, Journal, Watch
 from packgraph.train.signals import StopRequest
 
 

@@ -11,11 +11,11 @@ from packgraph.offloading.plan import KEPT
 from packgraph.offloading.room import Room
 from packgraph.parallel.mesh import single_process
 from packgraph.train.config import ConfigError
-from packgraph.train.disagreements import disagreements
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.offload_report import report_offloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
+from packgraph.train.validate import disagreements
 
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
 

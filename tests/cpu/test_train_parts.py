@@ -16,7 +16,6 @@ from torch import nn
 from packgraph.packing.capacity import Capacity
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.config import ConfigError, to_dict
-from packgraph.train.disagreements import disagreements
 from packgraph.train.learning_rate import learning_rate_at
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
 from packgraph.train.optimizer import Optimizer
@@ -32,6 +31,7 @@ from packgraph.train.run_folder import (
     is_running,
 )
 from packgraph.train.signals import stop_on_signals
+from packgraph.train.validate import disagreements
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import types
 import pytest
 import torch
 
-from packgraph.train.repeat import MOST, Repeats
+from packgraph.train.retry import MOST, Repeats
 
 
 class Crowded:

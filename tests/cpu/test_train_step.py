@@ -9,11 +9,11 @@ from trainkit import CAPACITIES, state_of, tiny, trainer
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.step import GraphedStep
-from packgraph.train.disagreements import disagreements
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.signals import StopRequest
+from packgraph.train.validate import disagreements
 
 
 def config(steps: int = 20, *, enabled: bool = True, dtype: str = "float32", **graph: object) -> TrainConfig:

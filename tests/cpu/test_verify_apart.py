@@ -18,11 +18,12 @@ from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.overflow import Overflow
 from packgraph.train.presets import preset
-from packgraph.verification import apart, side
-from packgraph.verification.apart import Apart, verify_apart
+from packgraph.verification import compared_run as side
+from packgraph.verification import sequential as apart
 from packgraph.verification.command import verify_problems
 from packgraph.verification.digest import DIFFERS
 from packgraph.verification.matrix import budget_of, random_packs, tiny_config, tiny_experts_config
+from packgraph.verification.sequential import Apart, verify_apart
 from packgraph.verification.verify import VerifyReport, verify
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch
 
 from packgraph import cli
 from packgraph.verification import command
-from packgraph.verification.apart import verify_apart
 from packgraph.verification.matrix import random_packs, tiny_config
-from packgraph.verification.pace import SILENT, Pace
+from packgraph.verification.progress import SILENT, Pace
+from packgraph.verification.sequential import verify_apart
 from packgraph.verification.verify import verify
 
 CPU = torch.device("cpu")

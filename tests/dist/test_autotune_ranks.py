@@ -11,7 +11,7 @@ import torch
 from distkit import run_ranks
 from trainkit import CAPACITIES, tiny, trainer
 
-from packgraph.graphs.claim import Claim
+from packgraph.graphs.replay_handle import Claim
 from packgraph.graphs.graphed import Control
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout

@@ -19,7 +19,7 @@ from packgraph.packing.pack import pack
 from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
-from packgraph.train.disagreements import disagreements
+from packgraph.train.validate import disagreements
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest

@@ -11,7 +11,7 @@ from torch import nn
 
 from packgraph.ops.collectives import all_gather_flat
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.spans import ALIGNMENT, plan_spans
+from packgraph.parallel.gradient_buckets import ALIGNMENT, plan_spans
 from packgraph.train.step import own_share
 
 STEPS = 10

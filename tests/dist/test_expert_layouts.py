@@ -9,7 +9,7 @@ from trainkit import tiny, trainer
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.parallel.mesh import Layout
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.disagreements import disagreements
+from packgraph.train.validate import disagreements
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 

@@ -8,7 +8,7 @@ from distkit import run_ranks
 from packgraph.verification.matrix import budget_over, random_packs, tiny_hybrid_config
 from packgraph.verification.ranks import verify_ranks
 from packgraph.parallel.mesh import Layout
-from packgraph.train.disagreements import disagreements
+from packgraph.train.validate import disagreements
 from packgraph.train.options import ParallelConfig
 
 pytestmark = pytest.mark.dist

@@ -15,10 +15,10 @@ from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
 from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
 from packgraph.moe.dispatch.choose import make_dispatcher
-from packgraph.moe.pull.plan import plan_pull
-from packgraph.moe.rows.rows import plan_rows
-from packgraph.moe.rows.segments import before, count_rows, place_segments
-from packgraph.moe.pull.buffers import SymmetricBuffers, symmetric_problem
+from packgraph.moe.peer_read.plan import plan_pull
+from packgraph.moe.permute.api import plan_rows
+from packgraph.moe.permute.segments import before, count_rows, place_segments
+from packgraph.moe.peer_read.buffers import SymmetricBuffers, symmetric_problem
 from packgraph.parallel.mesh import Layout
 
 EXPERTS = 8

@@ -13,7 +13,7 @@ import packgraph
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.parallel.pipeline.flight import Flight
+from packgraph.parallel.pipeline.in_flight import Flight
 from packgraph.parallel.pipeline.links import Links, make_links
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pipeline.executor import Pipeline, PipelineError

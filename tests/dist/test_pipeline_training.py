@@ -13,7 +13,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.checkpoint_reader import CheckpointError, read_metadata_file
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.disagreements import disagreements
+from packgraph.train.validate import disagreements
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 

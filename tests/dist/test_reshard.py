@@ -21,7 +21,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces, rectangles
 from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.disagreements import disagreements
+from packgraph.train.validate import disagreements
 from packgraph.train.options import ParallelConfig
 from packgraph.train.random_state import random_states
 from packgraph.train.run_folder import check_same_run

@@ -17,7 +17,7 @@ from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.train.build import build_chunks
 from packgraph.train.config import ConfigError
-from packgraph.train.disagreements import disagreements
+from packgraph.train.validate import disagreements
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
@@ -99,7 +99,7 @@ def refused(mesh):
           pytest.raises(ConfigError, match="dispatcher = symmetric: symmetric memory is memory of GPUs")):
         build_chunks(config(EP2, "symmetric"), torch.device("cpu"), mesh)
     hosts = mock.patch("socket.gethostname", return_value=f"host-{mesh.rank}")
-    problem = mock.patch("packgraph.moe.pull.buffers.symmetric_problem", return_value=None)
+    problem = mock.patch("packgraph.moe.peer_read.buffers.symmetric_problem", return_value=None)
     with (mock.patch("packgraph.train.exchange_buffers.symmetric_problem", return_value=None), hosts, problem,
           pytest.raises(ConfigError, match="ranks of one host, but these are on host-0, host-1; use dispatcher")):
         build_chunks(config(EP2, "symmetric"), torch.device("cpu"), mesh)

@@ -11,7 +11,7 @@ import pytest
 from distkit import CPU, run_ranks
 from verifykit import BROKEN, break_gradient
 
-from packgraph.verification import side
+from packgraph.verification import compared_run as side
 from packgraph.verification.digest import DIFFERS
 from packgraph.verification.matrix import budget_of, config_for, random_packs
 from packgraph.verification.ranks import verify_ranks

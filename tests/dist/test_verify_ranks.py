@@ -14,7 +14,7 @@ import torch
 from distkit import CPU, run_ranks
 from rich.console import Console
 
-from packgraph.verification import side
+from packgraph.verification import compared_run as side
 from packgraph.verification.compare import Difference
 from packgraph.verification.matrix import budget_of, config_for, layouts_of, random_packs
 from packgraph.verification.one_process import (
@@ -29,7 +29,7 @@ from packgraph.verification.one_process import (
     compare_with_one_process,
     relative_distance,
 )
-from packgraph.verification.pace import SILENT, Pace
+from packgraph.verification.progress import SILENT, Pace
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import print_ranks_report, print_ranks_total
 from packgraph.verification.verify import VerifyReport

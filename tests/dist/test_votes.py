@@ -9,12 +9,12 @@ import torch
 from distkit import CPU, RankFailed, run_ranks
 from trainkit import RandomPacks, tiny
 
-from packgraph.verification.side import Side
+from packgraph.verification.compared_run import Side
 from packgraph.graphs import graphed as graphed_module
 from packgraph.graphs import step as step_module
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.votes import LostPartnersError, StoreVote, replica_vote, stage_vote
+from packgraph.parallel.consensus import LostPartnersError, StoreVote, replica_vote, stage_vote
 from packgraph.train import memory_budget
 from packgraph.train.options import ParallelConfig
 from packgraph.train.step import take_step

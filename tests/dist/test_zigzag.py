@@ -21,7 +21,7 @@ from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
 from packgraph.train.context_rows import context_notes, places_multiple
-from packgraph.train.disagreements import disagreements
+from packgraph.train.validate import disagreements
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.presets import hybrid_tiny

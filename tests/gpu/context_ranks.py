@@ -27,8 +27,8 @@ from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
 from packgraph.verification.compare import first_difference
+from packgraph.verification.compared_run import Side
 from packgraph.verification.ranks import verify_ranks
-from packgraph.verification.side import Side
 from packgraph.verification.switching import SwitchingSteps
 
 VOCABULARY = 1024

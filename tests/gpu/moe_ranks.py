@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.moe.dispatch.dispatcher import Routing
-from packgraph.moe.pull import kernel as pull_kernel
-from packgraph.moe.pull.buffers import SymmetricBuffers, meet
+from packgraph.moe.peer_read import kernel as pull_kernel
+from packgraph.moe.peer_read.buffers import SymmetricBuffers, meet
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
 

@@ -13,7 +13,7 @@ from packgraph.bench.models import shape
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.ways import STEP_WAYS
+from packgraph.bench.variants import STEP_WAYS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PLAIN = tuple(name for name in STEP_WAYS

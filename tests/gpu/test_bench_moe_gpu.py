@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from packgraph.bench.moe_ways import MOE_WAYS
+from packgraph.bench.moe_variants import MOE_WAYS
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline

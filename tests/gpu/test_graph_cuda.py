@@ -10,7 +10,7 @@ from torch import nn
 
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.slot import Slots
+from packgraph.graphs.slots import Slots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SCOPES = [None, ["attn"], ["mlp"], ["attn", "mlp"], ["embed", "head"], ["embed", "attn", "head"]]

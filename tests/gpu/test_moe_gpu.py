@@ -6,11 +6,11 @@ from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, t
 from packgraph.graphs.graphed import graph
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.moe.activation import activation, activation_backward
-from packgraph.moe.grouped.products import add_matrices_gradient, grouped_mm, grouped_problems, naive_grouped_mm
+from packgraph.moe.grouped_gemm.products import add_matrices_gradient, grouped_mm, grouped_problems, naive_grouped_mm
+from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.permute.naive import naive_plan_rows
 from packgraph.moe.router_product import _summed_parts, exact_parts, naive_router_logits, router_logits
 from packgraph.moe.routing import naive_route, route
-from packgraph.moe.rows.naive import naive_plan_rows
-from packgraph.moe.rows.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from packgraph.moe.pull.buffers import symmetric_problem
+from packgraph.moe.peer_read.buffers import symmetric_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 

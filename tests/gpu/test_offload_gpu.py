@@ -14,17 +14,17 @@ from torch.utils.checkpoint import checkpoint
 from trainkit import RandomPacks, state_of, tiny, trainer
 
 from packgraph.bench.timing import pinned_bytes
-from packgraph.graphs.cuda.lanes import CudaLanes
+from packgraph.graphs.cuda.copy_streams import CudaLanes
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.memory.free import free_unused
 from packgraph.graphs.memory.trace import trace_memory
-from packgraph.graphs.memory.unused import free_unused
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
-from packgraph.offloading.engine import PARTS
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.marks import nowhere
 from packgraph.offloading.plan import CopySpeed
+from packgraph.offloading.runtime import PARTS
 from packgraph.offloading.search import plan_for_time
 from packgraph.packing.capacity import Capacity
 from packgraph.train.executor import sample_batch

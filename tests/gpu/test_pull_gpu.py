@@ -3,9 +3,9 @@ import pytest
 import torch
 from pullkit import NAN, Peers, draw_experts
 
-from packgraph.moe.pull.buffers import rows_for
-from packgraph.moe.pull.plan import PullPlan, locate
-from packgraph.moe.rows.rows import RowPlan, combine_rows, plan_rows
+from packgraph.moe.peer_read.buffers import rows_for
+from packgraph.moe.peer_read.plan import PullPlan, locate
+from packgraph.moe.permute.api import RowPlan, combine_rows, plan_rows
 
 pytestmark = pytest.mark.gpu
 COUNT = 64
@@ -16,7 +16,7 @@ COUNT = 64
                                                                    (2, 77, 1, 2.0)])
 def test_rows_travel_bit_by_bit(ranks, tokens, places, factor, width):
     """Tokens and weights into rows, and rows back into sums and weights: what gathers from one large tensor make."""
-    from packgraph.moe.pull.kernel import collect, spread
+    from packgraph.moe.peer_read.kernel import collect, spread
     torch.manual_seed(0)
     rows = rows_for(tokens * places, factor, ranks)
     everyone = draw_experts(ranks, tokens, places, COUNT, "mixed").cuda().flatten(0, 1)

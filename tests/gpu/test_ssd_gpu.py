@@ -8,7 +8,7 @@ from ssmkit import NAN, conv_inputs, distances, ids_of, ssd_inputs, with_gradien
 from packgraph.graphs.graphed import graph
 from packgraph.mamba.conv import conv_problems, packed_causal_conv, plain_packed_causal_conv
 from packgraph.mamba.ssd import chunked_ssd, ssd, ssd_problems
-from packgraph.mamba.ssd_ways import Carry, Mix, Pairs, Shared, Values, Ways
+from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Shared, Values, Ways
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -23,7 +23,6 @@ from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
 from packgraph.parallel.pieces import Pieces
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.disagreements import disagreements
 from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
@@ -31,6 +30,7 @@ from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
+from packgraph.train.validate import disagreements
 
 SHAPES = {
     "tiny": DecoderConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4,

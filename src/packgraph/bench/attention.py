@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from packgraph.bench.contest import attempt_alone
+from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape
 from packgraph.bench.rows import Column, Row, Rows, figures, median, value
 from packgraph.bench.timing import Deadline, time_block

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from packgraph.bench.bank import bank_shapes, one_each
-from packgraph.bench.contest import attempt_alone
+from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import dtype_on, shape, zero_gradients
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline, start_anew, synchronize
-from packgraph.bench.ways import Graphed, room_for_code
+from packgraph.bench.variants import Graphed, room_for_code
 from packgraph.models.stack import DecoderStack
 
 CAPTURE_WAYS = ("layer", "chunk", "layer+compile", "chunk+compile")

@@ -12,14 +12,14 @@ from packgraph.bench.capture import CAPTURE_WAYS, CaptureOptions, bench_capture
 from packgraph.bench.capture import COLUMNS as CAPTURE_COLUMNS
 from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
 from packgraph.bench.context import ContextOptions, bench_context
-from packgraph.bench.context_way import CONTEXT_WAYS, USUAL_WAYS
+from packgraph.bench.context_variant import CONTEXT_WAYS, USUAL_WAYS
 from packgraph.bench.copies import free_host_bytes
 from packgraph.bench.distributions import DISTRIBUTIONS
 from packgraph.bench.expert_memory import with_memory
 from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
 from packgraph.bench.memory import MemoryOptions, bench_memory
 from packgraph.bench.models import SHAPES, shape
-from packgraph.bench.moe_ways import EXPERT_WAYS, MOE_WAYS
+from packgraph.bench.moe_variants import EXPERT_WAYS, MOE_WAYS
 from packgraph.bench.offload import COLUMNS as OFFLOAD_COLUMNS
 from packgraph.bench.offload import OFFLOAD_WAYS, USUAL_MODULES, OffloadOptions, bench_offload
 from packgraph.bench.padding import COLUMNS as PADDING_COLUMNS
@@ -31,7 +31,7 @@ from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import COLUMNS as STEP_COLUMNS
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.ways import STEP_WAYS
+from packgraph.bench.variants import STEP_WAYS
 from packgraph.offloading.rules import MODULES
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.parallel.context.request import PLACES

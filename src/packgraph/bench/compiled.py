@@ -11,9 +11,9 @@ from typing import Any
 import torch._dynamo
 from torch import Tensor, nn
 
+from packgraph.graphs.compile_units import pieces_of
 from packgraph.graphs.compiled.compiler import Compiler
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.pieces import pieces_of
 from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.models.stack import DecoderStack
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from packgraph.bench.company import Company
-from packgraph.bench.contest import Check, Contest, Sample, agreement
+from packgraph.bench.comparison import Check, Contest, Sample, agreement
 from packgraph.bench.context_steps import DYNAMIC, FIXED, PlannedStep, plan_steps
-from packgraph.bench.context_way import ContextWay, row_timer
+from packgraph.bench.context_variant import ContextWay, row_timer
 from packgraph.bench.models import FreshModel, dtype_on, shape
+from packgraph.bench.ranks import Company
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import (
     Deadline,
@@ -33,7 +33,7 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.memory.unused import free_unused
+from packgraph.graphs.memory.free import free_unused
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.kind import ContextWish
 from packgraph.packing.buckets.cost import FLASH4, CostModel
@@ -43,12 +43,12 @@ from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes
+from packgraph.train.assignment import Sharing
 from packgraph.train.executor import sample_batch
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import OptimizerConfig
 from packgraph.train.plan_context import context_cost
 from packgraph.train.row_timing import measured_cost
-from packgraph.train.sharing import Sharing
 
 KIND: ContextWish = "ulysses"  # how ranks share attention
 STEPS = 6  # different ones that the rounds go through

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 
 from packgraph.bench.bank import bank_shapes, one_each
-from packgraph.bench.contest import attempt_alone
+from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import dtype_on, shape, zero_gradients
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
 from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew
-from packgraph.bench.ways import Graphed, Way, room_for_code
-from packgraph.graphs.memory.unused import free_unused
+from packgraph.bench.variants import Graphed, Way, room_for_code
+from packgraph.graphs.memory.free import free_unused
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 

@@ -31,13 +31,13 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from packgraph.bench.contest import attempt_alone
+from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.copies import copy_ceiling, copy_times
-from packgraph.bench.kept import kept_for_backward
 from packgraph.bench.largest import Memory, most_tokens
 from packgraph.bench.models import draw_batches, dtype_on, shape, zero_gradients
 from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
+from packgraph.bench.saved_bytes import kept_for_backward
 from packgraph.bench.timing import (
     Deadline,
     free_bytes,
@@ -48,15 +48,15 @@ from packgraph.bench.timing import (
     time_block,
     with_most_bytes,
 )
-from packgraph.bench.ways import Graphed, room_for_code
+from packgraph.bench.variants import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.memory.free import free_unused
 from packgraph.graphs.memory.trace import predict_bank, trace_memory
-from packgraph.graphs.memory.unused import free_unused
 from packgraph.models.stack import DecoderStack
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import PARTS, Offload, Policy
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
+from packgraph.offloading.runtime import PARTS, Offload, Policy
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import simulate_offload
 from packgraph.packing.capacity import Capacity

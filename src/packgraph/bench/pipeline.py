@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from packgraph.bench.company import Company
-from packgraph.bench.contest import Check, Contest, Sample, agreement, groups
+from packgraph.bench.comparison import Check, Contest, Sample, agreement, groups
 from packgraph.bench.models import FreshModel, draw_batches, dtype_on, shape, squared_gradients, zero_gradients
-from packgraph.bench.pipeline_way import PIPELINE_WAYS, PipelineWay
+from packgraph.bench.pipeline_variant import PIPELINE_WAYS, PipelineWay
+from packgraph.bench.ranks import Company
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import (
     Deadline,
@@ -27,7 +27,7 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.memory.unused import free_unused
+from packgraph.graphs.memory.free import free_unused
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

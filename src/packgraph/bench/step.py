@@ -17,11 +17,11 @@ import torch
 
 from packgraph.bench.bucket_choice import bucket_request, planned_buckets
 from packgraph.bench.busy import busy_time
-from packgraph.bench.contest import Check, Contest, Sample, agreement, attempt_alone, groups
+from packgraph.bench.comparison import Check, Contest, Sample, agreement, attempt_alone, groups
 from packgraph.bench.expert_memory import expert_memory, give_rows, measured_memory
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared_gradients, zero_gradients
-from packgraph.bench.moe_ways import make_expert_way
+from packgraph.bench.moe_variants import make_expert_way
 from packgraph.bench.parts import Work, build_part
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
 from packgraph.bench.timing import (
@@ -33,8 +33,8 @@ from packgraph.bench.timing import (
     time_block,
     time_calls,
 )
-from packgraph.bench.ways import Setting, Way, room_for_code
-from packgraph.graphs.memory.unused import free_unused
+from packgraph.bench.variants import Setting, Way, room_for_code
+from packgraph.graphs.memory.free import free_unused
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from packgraph.graphs.memory.free import free_unused
 from packgraph.graphs.memory.peak import Stretch
-from packgraph.graphs.memory.unused import free_unused
 
 Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)

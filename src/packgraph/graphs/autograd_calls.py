@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
-from packgraph.graphs.guard import LEAVE_OUT, FunctionWatcher
 from packgraph.graphs.host_calls import SeesBuiltin, Unseen, Watcher, watched_calls
+from packgraph.graphs.host_sync import LEAVE_OUT, FunctionWatcher
 from packgraph.graphs.parameters import local_tensor
 
 _HOOK = "a replay would not register it", \

@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from packgraph.graphs.guard import Journal
-from packgraph.graphs.lanes import HostMemories, Lanes
+from packgraph.graphs.copy_streams import HostMemories, Lanes
+from packgraph.graphs.host_sync import Journal
 from packgraph.graphs.memory.bank import Lifetime
 
 Result = TypeVar("Result")

@@ -22,19 +22,19 @@ from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.call_modes import CallModes
 from packgraph.graphs.calls import Calls
 from packgraph.graphs.direct import Direct, direct_replay
+from packgraph.graphs.dry_run import Rehearsal
 from packgraph.graphs.entries import Made, Passed, describe_entries, make_entry, owned_aliases
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
-from packgraph.graphs.guard import LEAVE_OUT, Journal, Watch
+from packgraph.graphs.host_sync import LEAVE_OUT, Journal, Watch
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import Backward, Context, Input, Output, ParameterEdge, Region, shown_facts
 from packgraph.graphs.regions import Run
-from packgraph.graphs.rehearsal import Rehearsal
 from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.signature import kernel_settings
-from packgraph.graphs.slot import Slot
+from packgraph.graphs.slots import Slot
 from packgraph.graphs.stages import State
 from packgraph.graphs.strides import Layout, layout_of
 from packgraph.graphs.uses import Place, Uses

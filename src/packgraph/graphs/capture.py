@@ -28,22 +28,22 @@ from packgraph.graphs.build import (
 )
 from packgraph.graphs.calls import VARIES
 from packgraph.graphs.constants import Constants
-from packgraph.graphs.effects import HostEffects, ObservedProgram, forward_line
+from packgraph.graphs.dry_run import Rehearsal
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
 from packgraph.graphs.escapes import Observation, ObservingWatch
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
-from packgraph.graphs.guard import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
 from packgraph.graphs.host_calls import SavedTensorHooks, Unseen, unwatched, watch_also, watched_calls
+from packgraph.graphs.host_sync import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
 from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.reached import Remembered, refuse_changes
-from packgraph.graphs.rehearsal import Rehearsal
 from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
-from packgraph.graphs.slot import Slot
+from packgraph.graphs.side_effects import HostEffects, ObservedProgram, forward_line
+from packgraph.graphs.slots import Slot
 
 _RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
 # What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from packgraph.graphs.backend import Backend
+from packgraph.graphs.copy_streams import Lanes
 from packgraph.graphs.cuda.backend import CudaBackend
-from packgraph.graphs.cuda.lanes import CudaLanes, streams_beside
+from packgraph.graphs.cuda.copy_streams import CudaLanes, streams_beside
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.lanes import Lanes
 from packgraph.graphs.program import StageCompiler
 from packgraph.graphs.recorder.backend import RecorderBackend
-from packgraph.graphs.recorder.lanes import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes
 
 
 def choose_backend(name: str, device: torch.device, generators: list[torch.Generator]) -> Backend:

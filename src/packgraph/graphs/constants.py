@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.guard import FunctionWatcher
+from packgraph.graphs.host_sync import FunctionWatcher
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _OUTSIDE = "make the tensor once outside, or use torch.full / new_zeros / arange"

@@ -18,7 +18,7 @@ import torch
 from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.shared_gradients import let_go
-from packgraph.graphs.slot import Ticket
+from packgraph.graphs.slots import Ticket
 
 if TYPE_CHECKING:
     from packgraph.graphs.region import Region

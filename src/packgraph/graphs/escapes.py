@@ -25,7 +25,7 @@ import torch
 from packgraph.graphs.calls import VARIES, Calls, Line, is_of_offloading
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.guard import Journal, Watch, shapes_only
+from packgraph.graphs.host_sync import Journal, Watch, shapes_only
 from packgraph.graphs.operations import PLAIN_TENSORS, Operation, tensors_of
 from packgraph.graphs.output_objects import opened_in
 

@@ -19,28 +19,28 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.capture import capture_variant, compile_ahead, rehearse, rehearse_again
 from packgraph.graphs.choose import choose_backend, choose_compiler
-from packgraph.graphs.claim import Claim
+from packgraph.graphs.consensus import Vote, alone, call_name
+from packgraph.graphs.dry_run import Rehearsal
 from packgraph.graphs.errors import CaptureError, described, forget_frames, user_line, warn
 from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.frozen_module import Steady
 from packgraph.graphs.gradients import GradientBuffers
-from packgraph.graphs.guard import capturing
-from packgraph.graphs.memory.unused import free_unused
+from packgraph.graphs.host_sync import capturing
+from packgraph.graphs.memory.free import free_unused
 from packgraph.graphs.module_state import Change, ModuleState
 from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
-from packgraph.graphs.refusals import Refusal, inside_data_parallel, refusal
-from packgraph.graphs.rehearsal import Rehearsal
+from packgraph.graphs.replay_handle import Claim
 from packgraph.graphs.retries import Retries, is_out_of_memory
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import Signature, signature, undeclared
-from packgraph.graphs.slot import Slot, Slots, Ticket
-from packgraph.graphs.steady import Steady
+from packgraph.graphs.slots import Slot, Slots, Ticket
 from packgraph.graphs.surroundings import is_traced, reason_around
-from packgraph.graphs.vote import Vote, alone, call_name
+from packgraph.graphs.unsupported import Refusal, inside_data_parallel, refusal
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.claim import Claim
 from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.replay_handle import Claim
 
 
 def forward_backward(graphed: GraphedModule, *args: Any, before: Callable[[torch.Tensor], None] | None = None

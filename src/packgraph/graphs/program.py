@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from packgraph.graphs.compile_units import Piece, pieces_of
 from packgraph.graphs.output_objects import close_objects, open_objects
-from packgraph.graphs.pieces import Piece, pieces_of
 from packgraph.graphs.regions import Run, cut_runs
 from packgraph.graphs.stages import Stage, Staged, State
 from packgraph.graphs.strides import own_strides

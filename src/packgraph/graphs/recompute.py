@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from packgraph.graphs.entries import Passed
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.guard import CodeWatcher, Journal
 from packgraph.graphs.host_calls import watched_calls
+from packgraph.graphs.host_sync import CodeWatcher, Journal
 from packgraph.graphs.operations import operation_of
 from packgraph.graphs.random_state import PastDraws, Redraw
 from packgraph.graphs.region import Region, Token

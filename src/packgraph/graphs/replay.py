@@ -25,7 +25,7 @@ from packgraph.graphs.recompute import recompute_gradients
 from packgraph.graphs.region import Backward, Homes, Inner, Region, Version
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import kernel_settings
-from packgraph.graphs.slot import Ticket
+from packgraph.graphs.slots import Ticket
 from packgraph.graphs.stages import State
 from packgraph.graphs.strides import copy_into
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.kept import KeptCapacities
+from packgraph.graphs.captured_capacities import KeptCapacities
 from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

@@ -20,17 +20,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend, Graph, Static
 from packgraph.graphs.capture import compiled_code, explained, undone
+from packgraph.graphs.consensus import Vote, alone
+from packgraph.graphs.copy_streams import Lanes
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
-from packgraph.graphs.guard import HostReadGuard, Watch
-from packgraph.graphs.lanes import Lanes
+from packgraph.graphs.host_sync import HostReadGuard, Watch
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import hide_lengths
 from packgraph.graphs.signature import signature
-from packgraph.graphs.slot import Slot
-from packgraph.graphs.vote import Vote, alone
+from packgraph.graphs.slots import Slot
 
 MAX_STEP_KEYS = 16
 Step = Callable[..., torch.Tensor]

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from packgraph.graphs.calls import Calls
-from packgraph.graphs.guard import CodeWatcher, shapes_only
 from packgraph.graphs.host_calls import Unseen
+from packgraph.graphs.host_sync import CodeWatcher, shapes_only
 from packgraph.graphs.operations import PLAIN_TENSORS, flat, operands_of, operation_of, storages, tensors_of
 
 Place = tuple[int, int]  # storage and address

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packgraph.mamba.ssd_configs import EVERYWHERE, Pairs, Shared, Steps, Ways, launched, share_of
 from packgraph.mamba.ssd_kernel import (
     Sizes,
     carry,
@@ -40,7 +41,6 @@ from packgraph.mamba.ssd_kernel import (
     ways_of,
 )
 from packgraph.mamba.ssd_values_kernel import value_gradients
-from packgraph.mamba.ssd_ways import EVERYWHERE, Pairs, Shared, Steps, Ways, launched, share_of
 
 ENOUGH_PROGRAMS = 256  # about two for every multiprocessor
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packgraph.mamba.ssd_configs import Ways, launched, share_of
 from packgraph.mamba.ssd_kernel import (
     Sizes,
     carry,
@@ -28,7 +29,6 @@ from packgraph.mamba.ssd_kernel import (
     ways_of,
 )
 from packgraph.mamba.ssd_through_kernel import mix_through
-from packgraph.mamba.ssd_ways import Ways, launched, share_of
 
 
 @triton.jit

@@ -8,8 +8,9 @@
 
 What stands in padding is not loaded. Sums run over rows in a fixed order and nothing is atomic, so results repeat
 bitwise; a pair of rows of two documents has the weight 0 exactly, and sums of decays start anew with each document.
-Tiles and warps stand in a table (mamba/ssd_ways.py), nothing is searched for: the first call of a shape compiles, later
-ones launch. Products are of x's dtype (float32: three products of tf32) and added up in float32. Offsets are 64-bit.
+Tiles and warps stand in a table (mamba/ssd_configs.py), nothing is searched for: the first call of a shape compiles,
+later ones launch. Products are of x's dtype (float32: three products of tf32) and added up in float32. Offsets are
+64-bit.
 
 Algorithm: Dao and Gu 2024, arXiv:2405.21060, section 6.
 """
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.mamba.ssd_ways import EVERYWHERE, HOPPER, Carry, Scores, Tables, Ways, launched, ways_for
+from packgraph.mamba.ssd_configs import EVERYWHERE, HOPPER, Carry, Scores, Tables, Ways, launched, ways_for
 
 MOST_TILE_ROWS = 64
 STEP, DECAY, ARRIVING, LEAVING, TABLES = 0, 1, 2, 3, 4

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packgraph.mamba.ssd_configs import Mix, launched
 from packgraph.mamba.ssd_kernel import Sizes, decay_within, load_ids_once, load_tile, load_two, padded, precision_of
-from packgraph.mamba.ssd_ways import Mix, launched
 
 
 @triton.jit

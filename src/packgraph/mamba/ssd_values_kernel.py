@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packgraph.mamba.ssd_configs import EVERYWHERE, Values, launched, share_of
 from packgraph.mamba.ssd_kernel import (
     Sizes,
     decay_between,
@@ -21,7 +22,6 @@ from packgraph.mamba.ssd_kernel import (
     precision_of,
     scores_of,
 )
-from packgraph.mamba.ssd_ways import EVERYWHERE, Values, launched, share_of
 
 
 @triton.jit

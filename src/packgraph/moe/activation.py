@@ -11,7 +11,7 @@ because the gradient of the next matrix needs it: writing it costs less than kee
 in memory, a third of what an expert layer saves between its products (without a gate half of it).
 
 Rows from offsets[-1] on are empty: they may hold NaN, `act` and the gradient of h are undefined there (nothing reads
-them, see moe/grouped/products.py), the gradient of the weights is 0. On CUDA they cost nothing: kernels in
+them, see moe/grouped_gemm/products.py), the gradient of the weights is 0. On CUDA they cost nothing: kernels in
 moe/activation_kernel.py look up how many rows there are.
 """
 import torch

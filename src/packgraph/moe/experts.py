@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.moe.activation import activation, activation_backward
-from packgraph.moe.grouped.products import autocast, matrices_gradient, product
+from packgraph.moe.grouped_gemm.products import autocast, matrices_gradient, product
 
 
 class Experts(nn.Module):

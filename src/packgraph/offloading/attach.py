@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from packgraph.graphs.module_hooks import owners
 from packgraph.graphs.saved_tensors import are_others, are_watched_by_others
-from packgraph.offloading.engine import Offload
 from packgraph.offloading.marks import Mark, nowhere
+from packgraph.offloading.runtime import Offload
 
 WHOLE = "layer"  # all that a compiled layer saves
 

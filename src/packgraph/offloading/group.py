@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from packgraph.graphs.lanes import Copy, HostMemory, Lanes, aligned
+from packgraph.graphs.copy_streams import Copy, HostMemory, Lanes, aligned
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.saved_tensors import Given, Staying, in_backward, was_changed
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from packgraph.graphs.lanes import Lanes
+from packgraph.graphs.copy_streams import Lanes
 
 
 class _Look(NamedTuple):

@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from packgraph.graphs.lanes import Copy, Lanes
+from packgraph.graphs.copy_streams import Copy, Lanes
 from packgraph.offloading.group import Group
 from packgraph.offloading.plan import CopySpeed, OffloadGroup, OffloadTrace
 from packgraph.offloading.room import Room

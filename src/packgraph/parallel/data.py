@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Partial
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
+from packgraph.parallel.gradient_buckets import plan_spans
 from packgraph.parallel.pieces import Pieces, expert_part
-from packgraph.parallel.spans import plan_spans
 
 SPAN_BYTES = 32 * 2**20  # large enough for full bandwidth, small enough that most of a model overlaps with backward
 

@@ -27,9 +27,9 @@ from packgraph.graphs.fallback import eager
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
+from packgraph.train.assignment import Sharing
 from packgraph.train.choice import EAGER, REPLAY, Choice, Timing, Vote, Way, choose
 from packgraph.train.config_values import render
-from packgraph.train.sharing import Sharing
 from packgraph.train.timing_turns import Turns
 
 TIMED = "timed against its graphs"

@@ -10,13 +10,14 @@ import torch
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import DecoderModel
+from packgraph.moe.dispatch.assignment import Sharing
 from packgraph.moe.dispatch.choose import make_dispatcher
-from packgraph.moe.dispatch.sharing import Sharing
+from packgraph.parallel.consensus import PATIENCE, replica_vote, stage_vote
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
-from packgraph.parallel.votes import PATIENCE, replica_vote, stage_vote
+from packgraph.train.assignment import Sharing as RowSharing
 from packgraph.train.autotune import Autotune
 from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
 from packgraph.train.exchange_buffers import make_buffers
@@ -27,7 +28,6 @@ from packgraph.train.offloading import make_offloading
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
 from packgraph.train.overflow import Overflow
-from packgraph.train.sharing import Sharing as RowSharing
 from packgraph.train.stage_executor import StageExecutor
 from packgraph.train.stage_tokens import stage_tokens
 from packgraph.train.step_executor import StepExecutor

@@ -11,7 +11,7 @@ from torch import nn
 
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.sizes import routed_width
-from packgraph.moe.pull.buffers import Buffers, NoSymmetricMemory, SymmetricBuffers, symmetric_problem
+from packgraph.moe.peer_read.buffers import Buffers, NoSymmetricMemory, SymmetricBuffers, symmetric_problem
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config import ConfigError
 from packgraph.train.options import TrainConfig

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from packgraph.graphs.consensus import Vote, alone
+from packgraph.graphs.copy_streams import Lanes
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import GraphedModule, control, graph
-from packgraph.graphs.lanes import Lanes
 from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.autotune import Autotune

@@ -22,7 +22,6 @@ from packgraph.train.auto_capacities import with_capacities, with_stored_capacit
 from packgraph.train.config import ConfigError
 from packgraph.train.context_rows import context_notes, places_multiple
 from packgraph.train.data import Microbatches, PlannedSteps, build_tokenizer, open_documents, open_microbatches
-from packgraph.train.disagreements import disagreements
 from packgraph.train.dynamic_context import context_request
 from packgraph.train.machine_memory import available_memory
 from packgraph.train.memory_need import check_memory
@@ -35,6 +34,7 @@ from packgraph.train.run_folder import can_go_on, check_same_run, choose_folder,
 from packgraph.train.shared_folder import begin_in
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import Trainer
+from packgraph.train.validate import disagreements
 
 ALONE = Launch()
 

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.capture import explained
+from packgraph.graphs.captured_capacities import OVER_BUDGET, KeptCapacities
+from packgraph.graphs.consensus import Vote, alone
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.forget import forget_code
 from packgraph.graphs.graphed import GraphedModule, control
-from packgraph.graphs.kept import OVER_BUDGET, KeptCapacities
 from packgraph.graphs.memory.bank import BankMemory
 from packgraph.graphs.memory.budget import budget_bytes, shown
+from packgraph.graphs.memory.free import free_unused
 from packgraph.graphs.memory.trace import predict_bank, trace_memory
-from packgraph.graphs.memory.unused import free_unused
-from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.capacity import Capacity
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]

@@ -23,10 +23,10 @@ from packgraph.models.chunks import ModelChunks
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import named_stages
 from packgraph.offloading.attach import attach
-from packgraph.offloading.engine import PARTS, Offload
 from packgraph.offloading.knobs import knob_moves, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import why_not
+from packgraph.offloading.runtime import PARTS, Offload
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
 from packgraph.offloading.speed import copy_speed
 from packgraph.parallel.mesh import Mesh

@@ -6,7 +6,7 @@
 
 The verdict stays until `make_room`, so a step that was launched before the host knew changes nothing, either. What a
 step reads and writes besides parameters (gradients, loads of experts, optimizer state) begins anew or is left alone by
-a blocked update; random states are the trainer's to put back (`train/repeat.py`).
+a blocked update; random states are the trainer's to put back (`train/retry.py`).
 """
 import math
 from collections.abc import Sequence

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.consensus import Vote
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.regions import expand_scope
 from packgraph.graphs.stages import Staged
-from packgraph.graphs.vote import Vote
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs import fallback
+from packgraph.graphs.consensus import Vote, alone
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.signature import undeclared
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
-from packgraph.graphs.vote import Vote, alone
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.executor import Executor

@@ -25,6 +25,7 @@ from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
+from packgraph.train.assignment import Sharing
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint import (
     FoundCheckpoint,
@@ -46,11 +47,10 @@ from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, su
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
-from packgraph.train.repeat import Repeats
+from packgraph.train.retry import Repeats
 from packgraph.train.row_timing import is_wanted, measured_cost, put_back, slowest_rank, time_row
 from packgraph.train.run_files import read_json, write_json, writing
 from packgraph.train.run_folder import SUMMARY
-from packgraph.train.sharing import Sharing
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import MOST_IN_A_ROW, MOST_RETURNS, Spikes
 from packgraph.train.step import count_loss_tokens, take_step

@@ -16,11 +16,11 @@ from packgraph.parallel.processes import Launch, processes
 from packgraph.train.config import ConfigError
 from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels
 from packgraph.train.options import TrainConfig
-from packgraph.verification.apart import verify_apart
 from packgraph.verification.matrix import default_matrix, ranks_matrix
-from packgraph.verification.pace import SILENT, Pace
+from packgraph.verification.progress import SILENT, Pace
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import print_ranks_report, print_ranks_total, print_report, print_total
+from packgraph.verification.sequential import verify_apart
 from packgraph.verification.verify import VerifyReport, verify
 
 PRESET_STEPS, MATRIX_STEPS = 50, 30

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from packgraph.parallel.pieces import rectangles
 from packgraph.verification.compare import Difference, as_integers, first_unequal
-from packgraph.verification.moments import Moment
+from packgraph.verification.compare_points import Moment
 
 SLICE_WORDS = 2**22  # 16 MiB: more than the GPU needs to be busy; keys and products of a slice are 64 MiB each
 ROWS = 2

@@ -22,7 +22,6 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Layout, context_sizes, make_mesh
-from packgraph.train.disagreements import disagreements
 from packgraph.train.options import (
     GraphConfig,
     OptimizerConfig,
@@ -30,6 +29,7 @@ from packgraph.train.options import (
     RunConfig,
     TrainConfig,
 )
+from packgraph.train.validate import disagreements
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.switching import SwitchingSteps
 from packgraph.verification.verify import VerifyReport, verify

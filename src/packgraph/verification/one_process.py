@@ -26,10 +26,10 @@ from packgraph.parallel.mesh import AXES, Mesh
 from packgraph.parallel.processes import on_first
 from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.step import Packs
+from packgraph.verification.compare_points import steps_of
+from packgraph.verification.compared_run import Side
 from packgraph.verification.copies import copies
-from packgraph.verification.moments import steps_of
-from packgraph.verification.pace import SILENT, Pace
-from packgraph.verification.side import Side
+from packgraph.verification.progress import SILENT, Pace
 
 FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
     "first weights", "loss", "gradient norm", "gradients", "parameters", "copies of parameters", "optimizer state")

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
-from packgraph.verification.apart import verify_apart
 from packgraph.verification.compare import Difference
-from packgraph.verification.moments import RANKS_KINDS
+from packgraph.verification.compare_points import RANKS_KINDS
 from packgraph.verification.one_process import OneProcessReport, compare_with_one_process
-from packgraph.verification.pace import SILENT, Pace
+from packgraph.verification.progress import SILENT, Pace
+from packgraph.verification.sequential import verify_apart
 from packgraph.verification.verify import VerifyReport, verify
 
 

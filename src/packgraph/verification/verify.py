@@ -25,9 +25,9 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
 from packgraph.verification.compare import Difference, first_difference
-from packgraph.verification.moments import Held, Moment, Step, moments, some_in_flight, steps_of
-from packgraph.verification.pace import SILENT, Pace
-from packgraph.verification.side import Side
+from packgraph.verification.compare_points import Held, Moment, Step, moments, some_in_flight, steps_of
+from packgraph.verification.compared_run import Side
+from packgraph.verification.progress import SILENT, Pace
 
 
 @dataclass

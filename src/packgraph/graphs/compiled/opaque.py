@@ -18,7 +18,7 @@ import torch
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _python_dispatch
 
-from packgraph.graphs.guard import CodeWatcher, FunctionWatcher
+from packgraph.graphs.host_sync import CodeWatcher, FunctionWatcher
 
 
 @contextlib.contextmanager

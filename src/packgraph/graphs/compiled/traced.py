@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs.errors import CaptureError, traced_line
-from packgraph.graphs.guard import LEAVE_OUT, way_out
+from packgraph.graphs.host_sync import LEAVE_OUT, way_out
 from packgraph.graphs.operations import DATA_DEPENDENT
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from packgraph.graphs.backend import Result
+from packgraph.graphs.copy_streams import HostMemories, capturing_lanes
+from packgraph.graphs.cuda.copy_streams import CudaLanes, pinned, streams_beside
 from packgraph.graphs.cuda.history import PoolHistory
-from packgraph.graphs.cuda.lanes import CudaLanes, pinned, streams_beside
 from packgraph.graphs.cuda.status import told_as_in_eager_calls
 from packgraph.graphs.cuda.workspaces import CublasWorkspaces
-from packgraph.graphs.guard import Journal
 from packgraph.graphs.host_calls import unwatched_calls
-from packgraph.graphs.lanes import HostMemories, capturing_lanes
+from packgraph.graphs.host_sync import Journal
 from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.strides import with_bits
 

@@ -24,10 +24,10 @@ from packgraph.graphs.memory.caching import CachingPool
 from packgraph.graphs.memory.expandable import ExpandablePool
 from packgraph.graphs.memory.first_fit import FirstFitPool
 from packgraph.graphs.parameters import local_tensor
-from packgraph.graphs.refusals import refusal
 from packgraph.graphs.signature import signature
-from packgraph.graphs.slot import Slot
+from packgraph.graphs.slots import Slot
 from packgraph.graphs.strides import contiguous_strides, own_strides
+from packgraph.graphs.unsupported import refusal
 from packgraph.graphs.wrapper import as_in_training
 from packgraph.packing.capacity import Capacity
 

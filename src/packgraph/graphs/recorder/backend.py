@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.backend import Result
+from packgraph.graphs.copy_streams import capturing_lanes
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.guard import (
+from packgraph.graphs.host_calls import Unseen, watched_calls
+from packgraph.graphs.host_sync import (
     LEAVE_OUT,
     CodeWatcher,
     HostReadGuard,
@@ -30,12 +32,10 @@ from packgraph.graphs.guard import (
     refuse_unsafe,
     shapes_only,
 )
-from packgraph.graphs.host_calls import Unseen, watched_calls
-from packgraph.graphs.lanes import capturing_lanes
 from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages
+from packgraph.graphs.recorder.copy_streams import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
-from packgraph.graphs.recorder.lanes import EmulatedLanes, RecordedLanes
 from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
 from packgraph.graphs.strides import with_bits
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
-from packgraph.graphs.guard import LEAVE_OUT
 from packgraph.graphs.host_calls import SeesBuiltin, SeesFunction, Watcher, watched_calls
+from packgraph.graphs.host_sync import LEAVE_OUT
 
 _BY_FUNCTIONS = "move the default generator by torch.get_rng_state and torch.set_rng_state. " + LEAVE_OUT
 _RECORDED: ContextVar[Callable[[Any], None] | None] = ContextVar("packgraph_recorded_wait", default=None)

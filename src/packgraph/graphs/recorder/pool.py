@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from packgraph.graphs.lanes import HostMemories
+from packgraph.graphs.copy_streams import HostMemories
 from packgraph.graphs.memory.first_fit import place_blocks
-from packgraph.graphs.recorder.lanes import plain
+from packgraph.graphs.recorder.copy_streams import plain
 
 POISON = 0xFF
 

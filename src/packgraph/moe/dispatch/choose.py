@@ -9,7 +9,7 @@ from packgraph.moe.dispatch.dispatcher import Dispatcher, LocalDispatcher
 from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
 from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
-from packgraph.moe.pull.buffers import Buffers
+from packgraph.moe.peer_read.buffers import Buffers
 
 DispatcherName = Literal["local", "host_splits", "padded", "symmetric"]
 Budgeted = PaddedDispatcher | SymmetricDispatcher

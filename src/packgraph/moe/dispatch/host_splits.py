@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from packgraph.moe.dispatch.assignment import Sharing
 from packgraph.moe.dispatch.dispatcher import Routing, Rows
 from packgraph.moe.dispatch.exchange import exchange
-from packgraph.moe.dispatch.sharing import Sharing
-from packgraph.moe.rows.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.moe.rows.segments import before, count_rows, place_segments
+from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.permute.segments import before, count_rows, place_segments
 
 SYNCS = ("the host reads how many rows each rank sends and receives, and waits for the device; "
          "use the padded or the symmetric dispatcher")

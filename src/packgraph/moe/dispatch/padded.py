@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packgraph.moe.dispatch.assignment import Sharing
 from packgraph.moe.dispatch.dispatcher import Routing, Rows
 from packgraph.moe.dispatch.exchange import exchange
-from packgraph.moe.dispatch.sharing import Sharing
-from packgraph.moe.rows.rows import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.moe.rows.segments import before, place_segments
+from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.permute.segments import before, place_segments
 
 MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like
 

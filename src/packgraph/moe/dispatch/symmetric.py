@@ -1,7 +1,7 @@
 """Tokens to experts over memory that ranks read from each other: exactly the rows that are routed, and no host.
 
-    preprocess   all-gather of the chosen experts --> every rank knows the row of every pair       moe/pull/plan.py
-    dispatch     publish tokens and weights, pull each token that has rows here into all of them   moe/pull/pull.py
+    preprocess   all-gather of the chosen experts --> every rank knows the row of every pair       moe/peer_read/plan.py
+    dispatch     publish tokens and weights, pull each token that has rows here into all of them   moe/peer_read/api.py
     combine      publish rows, pull each token's k rows and sum them
 
 A rank has room for R rows, `factor` times the balanced load, however they are spread over the senders. Where more are
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packgraph.moe.dispatch.assignment import Sharing
 from packgraph.moe.dispatch.dispatcher import Routing, Rows
-from packgraph.moe.dispatch.sharing import Sharing
-from packgraph.moe.pull.buffers import Buffers, rows_for
-from packgraph.moe.pull.plan import PullPlan, plan_pull
-from packgraph.moe.pull.pull import from_experts, to_experts
+from packgraph.moe.peer_read.api import from_experts, to_experts
+from packgraph.moe.peer_read.buffers import Buffers, rows_for
+from packgraph.moe.peer_read.plan import PullPlan, plan_pull
 
 
 class SymmetricDispatcher:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from packgraph.moe.activation import activation, activation_backward
 from packgraph.moe.experts import Experts
-from packgraph.moe.grouped.products import autocast, matrices_gradient, product
+from packgraph.moe.grouped_gemm.products import autocast, matrices_gradient, product
 from packgraph.moe.stash.ops import keep, take
 from packgraph.moe.stash.pages import record_size
 from packgraph.moe.stash.saving import Column

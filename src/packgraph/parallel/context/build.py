@@ -12,8 +12,8 @@ So several openings are tried (`context_bins`).
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from packgraph.parallel.context.assignment import Board, Row
 from packgraph.parallel.context.bins import Bin, Opening, fullest
-from packgraph.parallel.context.board import Board, Row
 from packgraph.parallel.context.request import ContextRequest
 
 

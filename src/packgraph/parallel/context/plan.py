@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.context.assignment import Board, Row
 from packgraph.parallel.context.bins import Opening, openings
-from packgraph.parallel.context.board import Board, Row
 from packgraph.parallel.context.bound import ContextBound, fewest_waves, lower_bound
 from packgraph.parallel.context.build import build, fill, merge
 from packgraph.parallel.context.request import ContextRequest

@@ -7,7 +7,7 @@ ends. A count of changes, not a clock, limits it besides, so that all ranks of a
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from packgraph.parallel.context.board import Board, Row
+from packgraph.parallel.context.assignment import Board, Row
 
 WORTH = 0.02  # of what the busiest rank has above the mean, that a change must take away
 NEAR = 3  # partners of a swap that are looked at, on either side of the ideal length

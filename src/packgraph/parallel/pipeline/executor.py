@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from packgraph.graphs import fallback
-from packgraph.graphs.claim import Claim
+from packgraph.graphs.consensus import Vote
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import Control, GraphedModule, control
+from packgraph.graphs.replay_handle import Claim
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
-from packgraph.graphs.vote import Vote
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.pipeline.flight import Arrival, Flight
+from packgraph.parallel.pipeline.in_flight import Arrival, Flight
 from packgraph.parallel.pipeline.links import Links
 from packgraph.parallel.pipeline.rendezvous import Op, make_rows
 from packgraph.parallel.pipeline.schedule import Action, make_schedule

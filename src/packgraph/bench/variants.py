@@ -1,0 +1,259 @@
+"""The ways of running forward and backward of one microbatch, all on the same values and the same gradients.
+
+What a way runs its documents in is part of it. Code that may meet any shape gets the documents as they are; what was
+made for one shape gets them in that shape:
+
+    eager, compile                       as many places for documents as there are documents, their own longest one
+    reduce-overhead, graphed-callables,
+    layer, chunk                         one capacity: the most tokens and documents that the packer makes
+    whole-padded                         one capacity with 256 places for documents, as those who cannot know them take
+    auto                                 the smallest of the buckets that the planner chose
+
+Further ways for models with experts: bench/moe_variants.py.
+"""
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from packgraph.bench.compiled import CompiledStack, no_silent_eager
+from packgraph.bench.graphed_callables import GraphedCallables
+from packgraph.bench.parts import Work, twin
+from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
+from packgraph.bench.whole_graph import WholeGraph
+from packgraph.graphs.graphed import control, graph
+from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.replay_handle import Claim
+from packgraph.models.sizes import head_sizes
+from packgraph.models.stack import DecoderStack
+from packgraph.ops.attention.varlen import varlen_problems
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity, CapacitySet
+
+STEP_WAYS = ("eager", "compile", "reduce-overhead", "graphed-callables", "graphed-callables+compile", "whole-padded",
+             "whole-padded+compile", "layer", "chunk", "layer+compile", "chunk+compile", "auto", "auto+compile")
+OURS = ("layer", "chunk", "auto")
+OWN_ATTENTION = (*OURS, "partial", "host-splits", "transformers")  # has what the library chooses, not torch's
+PADDED_DOCUMENTS = 256
+REMAINING_CALLS = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all ways of one contest share.
+
+    work: to be done, by `model`. capacity: holds every microbatch. buckets: for the ways called auto, ascending.
+    attention: own for what a way's own stack has (torch's kernel, for ours what the library chooses), or the backend
+    of all. compiler: of ways that compile.
+    """
+
+    work: Work
+    model: DecoderStack
+    capacity: Capacity
+    buckets: tuple[Capacity, ...]
+    attention: str = "own"
+    compiler: str = "inductor"
+
+    def attention_of(self, name: str) -> str:
+        """The backend that the way called `name` asks its model for."""
+        config, weight = self.model.config, next(self.model.parameters())
+        if self.attention != "own":
+            return self.attention
+        torch_has_none = varlen_problems(weight.device, weight.dtype, *head_sizes(config))
+        return "auto" if torch_has_none or name.partition("+")[0] in OWN_ATTENTION else "varlen"
+
+
+class Way:
+    """One way of running microbatches; this one eagerly. name: one of STEP_WAYS."""
+
+    def __init__(self, name: str, work: Work, capacities: Sequence[Capacity] = ()) -> None:
+        """capacities: the only ones that it can run; none = it runs documents as they are."""
+        self.name, self.work, self.capacities = name, work, tuple(capacities)
+        self.call: Callable[..., Tensor] = work.model
+
+    def capacity(self, batch: PackedBatch) -> Capacity:
+        """The shape that this way runs the documents of `batch` in. Raises ValueError when it has none for them."""
+        if not self.capacities:
+            return Capacity(batch.capacity.tokens, batch.num_documents, max(batch.lengths))
+        return CapacitySet(self.capacities).smallest(batch.num_tokens, batch.num_documents, max(batch.lengths))
+
+    def prepare(self, batches: Sequence[PackedBatch]) -> None:
+        """Run the first microbatches: with most and with fewest documents, whatever is compiled sees what changes."""
+        ordered = sorted(batches, key=lambda batch: (batch.num_documents, batch.num_tokens))
+        for batch in (ordered[-1], ordered[0], *batches[:REMAINING_CALLS]):
+            self.run(batch)
+
+    def run(self, batch: PackedBatch) -> Tensor:
+        """Forward and backward of a microbatch in this way's shape; the output, which the next call may overwrite."""
+        out = self.call(*self.work.arguments(batch))
+        torch.autograd.backward(out, self.work.incoming(batch))
+        return out.detach()
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """A block of calls in which nothing about the model changes but values."""
+        yield
+
+    def facts(self) -> dict[str, Any]:
+        """What it has cost to get ready: seconds of capture, bytes of pools, pieces of compiled code, buckets."""
+        return {"capture_seconds": None, "capture_layer_seconds": None, "pool_bytes": None, "compiled": None,
+                "shapes": [f"{shape.tokens}x{shape.documents}" for shape in self.capacities] or "own"}
+
+    def complaint(self) -> str | None:
+        """Why the times are not those of this way, if microbatches ran otherwise after all."""
+        return None
+
+    def close(self) -> None:
+        """Free everything that was made."""
+        del self.call
+
+
+class Compiled(Way):
+    """Code of torch.compile, called from Python. overwrites: whether a call may overwrite what the last returned."""
+
+    def __init__(self, name: str, work: Work, capacities: Sequence[Capacity], call: Callable[..., Tensor],
+                 overwrites: bool = False) -> None:
+        super().__init__(name, work, capacities)
+        self.call, self.overwrites, self.recompiled = call, overwrites, 0
+
+    def run(self, batch: PackedBatch) -> Tensor:
+        if self.overwrites:
+            torch.compiler.cudagraph_mark_step_begin()
+        return super().run(batch)
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        before = counters["stats"]["unique_graphs"]
+        yield
+        self.recompiled += counters["stats"]["unique_graphs"] - before
+
+    def complaint(self) -> str | None:
+        return f"code was compiled {self.recompiled} times while it was timed" if self.recompiled else None
+
+
+class Recorded(Way):
+    """torch's own graphs: of each layer, or of everything at once. make: the call, given the first microbatch."""
+
+    def __init__(self, name: str, work: Work, capacity: Capacity, make: Callable[[PackedBatch], Any]) -> None:
+        super().__init__(name, work, (capacity,))
+        self._make = make
+
+    def prepare(self, batches: Sequence[PackedBatch]) -> None:
+        self.call = self._make(batches[0])
+        super().prepare(batches)
+
+    def run(self, batch: PackedBatch) -> Tensor:
+        return self.call.run(batch) if isinstance(self.call, WholeGraph) else super().run(batch)
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | per_layer(self.call.capture_seconds, self.work, 1)  # type: ignore[attr-defined]
+
+
+class Graphed(Way):
+    """Graphs of this library: a bank that is captured before it is needed, replayed as the trainer does it.
+
+    scope: stages that are captured, None for all.
+    """
+
+    def __init__(self, name: str, work: Work, capacities: Sequence[Capacity], granularity: str,
+                 compile: bool | str, scope: Sequence[str] | None = None) -> None:
+        super().__init__(name, work, capacities)
+        self.call = self.graphed = graph(work.model, capacities=self.capacities, granularity=granularity, warmup=0,
+                                         slots=1, strict=True, scope=scope, compile=compile)
+        # As a pipeline does: gradients of hidden states stay in the slot.
+        control(self.graphed).lends = work.hidden is not None
+        self.used: dict[Capacity, PackedBatch] = {}
+        self.by_autograd = 0
+
+    def prepare(self, batches: Sequence[PackedBatch]) -> None:
+        self.warm_up(batches)
+        self.capture(batches)
+
+    def warm_up(self, batches: Sequence[PackedBatch]) -> None:
+        """Steps before any capture, one for each shape; what is to be compiled is compiled here."""
+        self.used = {batch.capacity: batch for batch in batches}
+        for batch in self.used.values():
+            torch.autograd.backward(self.graphed.run_eagerly(*self.work.arguments(batch)), self.work.incoming(batch))
+
+    def capture(self, batches: Sequence[PackedBatch]) -> None:
+        """Capture all shapes and run the first microbatches. After `warm_up`."""
+        self.graphed.build([self.work.arguments(batch) for batch in self.used.values()])
+        control(self.graphed).strict = False  # from here on `complaint` says what ran eagerly, when all ranks are done
+        super().prepare(batches)
+
+    def run(self, batch: PackedBatch) -> Tensor:
+        arguments, incoming = self.work.arguments(batch), self.work.incoming(batch)
+        if incoming is None:
+            return forward_backward(self.graphed, *arguments)
+        claim = self.graphed.claim(arguments, {})
+        if isinstance(claim, Claim) and claim.is_direct:
+            out = claim.forward(arguments, {})
+            claim.backward(incoming)
+            return out
+        self.by_autograd += 1
+        out = claim.run(arguments, {}) if isinstance(claim, Claim) else self.graphed.fall_back(claim, arguments, {})
+        torch.autograd.backward(out, incoming)
+        return out.detach()
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        with self.graphed.steady():
+            yield
+
+    def facts(self) -> dict[str, Any]:
+        stats = self.graphed.stats
+        return super().facts() | per_layer(stats.capture_seconds, self.work, len(self.used)) | {
+            "pool_bytes": stats.pool_bytes, "compiled": stats.compiled, "by_autograd": self.by_autograd}
+
+    def complaint(self) -> str | None:
+        fallbacks = dict(self.graphed.stats.fallbacks)
+        return f"microbatches ran eagerly: {fallbacks}" if fallbacks else None
+
+    def close(self) -> None:
+        self.graphed.close()
+        super().close()
+
+
+def per_layer(seconds: float, work: Work, buckets: int) -> dict[str, Any]:
+    """capture_seconds, and the same per layer and bucket."""
+    return {"capture_seconds": round(seconds, 3),
+            "capture_layer_seconds": round(seconds / work.config.num_layers / max(1, buckets), 5)}
+
+
+def make_way(name: str, setting: Setting) -> Way:
+    """The way called `name`. Raises what torch raises where it cannot run, ValueError where that is known before."""
+    kind, _, compiled = name.partition("+")
+    model = twin(setting.model, setting.attention_of(name))
+    work, one = setting.work.by(model), (setting.capacity,)
+    device = next(model.parameters()).device
+    if kind == "eager":
+        return Way(name, work)
+    if kind == "compile":
+        return Compiled(name, work, (), LayerStack(model, compiled_layers(model, setting.compiler)))
+    if kind in OURS:
+        return Graphed(name, work, setting.buckets if kind == "auto" else one, "layer" if kind == "layer" else "chunk",
+                       compile=setting.compiler if compiled else False)
+    if device.type != "cuda":
+        raise ValueError(f"{name} makes CUDA graphs: there is none on a CPU")
+    if kind == "reduce-overhead":
+        return Compiled(name, work, one, CompiledStack(model, mode="reduce-overhead"), overwrites=True)
+    if kind == "graphed-callables":
+        layers = compiled_layers(model, setting.compiler, dynamic=False) if compiled else layers_of(model)
+        return Recorded(name, work, setting.capacity,
+                        lambda batch: GraphedCallables(model, layers, work.arguments(batch)))
+    assert kind == "whole-padded"
+    inner = work.by(CompiledStack(model)) if compiled else work
+    padded = Capacity(setting.capacity.tokens, max(PADDED_DOCUMENTS, setting.capacity.documents))
+    return Recorded(name, work, padded, lambda batch: WholeGraph(inner, batch))
+
+
+@contextlib.contextmanager
+def room_for_code() -> Iterator[None]:
+    """Several ways compile the same functions: within the block torch keeps as much code as that takes, and says so
+    when there is too much of it instead of running eagerly."""
+    with torch._dynamo.config.patch(recompile_limit=64), no_silent_eager():
+        yield

@@ -1,0 +1,153 @@
+"""The lanes on CUDA: one stream for each direction, events between them, pinned host memory.
+
+Inside a capture the same calls become nodes of the graph: the lanes fork from the capture stream at their first copy
+and are joined before the capture ends. Waiting for an event of another capture would be illegal, and is not needed: the
+graph that recorded it has ended before this one begins, on the same stream.
+
+Sources are kept by reference until main has waited, not by `record_stream`: that has no effect on private pools, and
+elsewhere it gives memory back at times that nobody can plan.
+"""
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from packgraph.graphs.copy_streams import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, placed
+from packgraph.graphs.memory.peak import look
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Pinned host memory, uint8 [nbytes]. Made by another thread, since a capturing one must not make any.
+
+    Raises RuntimeError when there is not so much.
+    """
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)))
+    thread.start()
+    thread.join()
+    if not made:
+        raise RuntimeError(f"{nbytes / 2**20:.0f} MiB of pinned host memory could not be had: offload less "
+                          "(offload.fraction), or give the process more memory")
+    return made[0]
+
+
+def streams_beside(stream: torch.cuda.Stream, count: int) -> list[torch.cuda.Stream]:
+    """`count` streams that are different from each other and from `stream`: torch deals out 32 in turn."""
+    found: dict[int, torch.cuda.Stream] = {}
+    while len(found) < count:
+        other = torch.cuda.Stream(stream.device)
+        if other.cuda_stream != stream.cuda_stream:
+            found[other.cuda_stream] = other
+    return list(found.values())
+
+
+class CudaLanes:
+    """The lanes of eager work, or, with `memories` of a slot, of the captures of one window."""
+
+    def __init__(self, device: torch.device, out: torch.cuda.Stream, back: torch.cuda.Stream,
+                 memories: HostMemories | None = None) -> None:
+        self.device, self._streams = device, {"out": out, "back": back}
+        self.memories = memories or HostMemories(pinned)
+        self._free = FreeHost(self.memories)
+        self._under_way: list[Copy] = []
+        self._postponed: deque[Callable[[], None]] = deque()
+        self._clocks: list[torch.cuda.Event] = []  # that graphs know by their handles only
+        self.scope, self.replayed = 0, set[int]()
+        self.timed: list[TimedCopy] | None = None
+        self.trial = False
+
+    def next_capture(self) -> None:
+        """Another capture of the window begins: copies of those before are done when it runs."""
+        self.scope += 1
+        self._under_way = []
+
+    def host(self, nbytes: int) -> HostMemory:
+        """See Lanes."""
+        return self._free.take(nbytes)
+
+    def give_back(self, host: HostMemory) -> None:
+        """See Lanes."""
+        self._free.give_back(host)
+
+    def point(self) -> torch.cuda.Event:
+        """See Lanes."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
+        """See Lanes."""
+        pieces, places = placed(host, sources)
+        return self._queue("out", places, pieces, host, since, list(sources))
+
+    def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
+        """See Lanes."""
+        pieces, places = placed(host, targets)
+        return self._queue("back", pieces, places, host, None, [])
+
+    def _queue(self, lane: str, targets: list[torch.Tensor], sources: list[torch.Tensor], host: HostMemory, since: Any,
+               held: list[torch.Tensor]) -> Copy:
+        stream = self._streams[lane]
+        stream.wait_event(since or self.point())
+        if host.last is not None and host.last.scope == self.scope:
+            stream.wait_event(host.last.native)
+        began = None if self.timed is None else self._clock(stream)
+        with torch._C._DisableTorchDispatch(), torch.no_grad(), torch.cuda.stream(stream):  # type: ignore[attr-defined]
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        if self.timed is not None:
+            nbytes = sum(target.numel() for target in targets)
+            self.timed.append(TimedCopy(lane, nbytes, len(targets), began, self._clock(stream)))
+        event = torch.cuda.Event()
+        event.record(stream)
+        host.last = Copy(lane, self.scope, held, event)
+        self._under_way.append(host.last)
+        return host.last
+
+    def wait(self, copy: Copy) -> None:
+        """See Lanes."""
+        if not copy.done and copy.scope == self.scope:
+            torch.cuda.current_stream(self.device).wait_event(copy.native)
+        copy.finish()
+        self._under_way = [other for other in self._under_way if other is not copy]
+
+    def join(self) -> None:
+        """See Lanes."""
+        self.launched()
+        for copy in list(self._under_way):
+            self.wait(copy)
+
+    def postpone(self, launch: Callable[[], None]) -> None:
+        """See Lanes."""
+        self._postponed.append(launch)
+
+    def launched(self) -> None:
+        """See Lanes."""
+        while self._postponed:
+            self._postponed.popleft()()
+
+    def clock(self) -> torch.cuda.Event:
+        """See Lanes."""
+        return self._clock(torch.cuda.current_stream(self.device))
+
+    def _clock(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        captured = self.scope > 0
+        event = torch.cuda.Event(enable_timing=True, external=captured)
+        event.record(stream)
+        if captured:
+            self._clocks.append(event)
+        return event
+
+    def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """See Lanes."""
+        end.synchronize()
+        return 1000.0 * start.elapsed_time(end)
+
+    def memory(self) -> DeviceMemory:
+        """See Lanes."""
+        # The plain dictionary: memory_allocated and max_memory_allocated flatten and sort it first, each for itself.
+        found = look(self.device)["allocated_bytes"]["all"]
+        return DeviceMemory(found["current"], found["peak"])
+
