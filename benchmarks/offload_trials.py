@@ -18,7 +18,7 @@ from packgraph.bench.parts import build_part
 from packgraph.bench.rows import facts
 from packgraph.bench.timing import time_block
 from packgraph.bench.variants import room_for_code
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import simulate_offload
@@ -65,7 +65,7 @@ def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch
     eager = _trace(options, model, device, asked.tokens)
     plan, by = plan_for_time(eager, speed, asked.lost), speed
     for name in ("kept", *(f"trial {number}" for number in range(asked.trials))):
-        free_unused(device)
+        free_memory(device)
         follows = eager, (nothing(eager) if name == "kept" else plan)
         with _Run(options, model, device, asked.tokens, None, follows) as run:
             run.engine.times_graphs = True

@@ -31,7 +31,7 @@ from trials import FAILED, check_apart, keep, report
 from packgraph.bench.rows import why
 from packgraph.mamba.ssd import chunked_ssd
 from packgraph.mamba.ssd_backward_kernel import backward, pair_gradients, shared_gradient, step_gradients
-from packgraph.mamba.ssd_configs import EVERYWHERE, Mix, Ways, ways_for
+from packgraph.mamba.ssd_configs import EVERYWHERE, KernelConfigs, Mix, ways_for
 from packgraph.mamba.ssd_forward_kernel import forward, mix
 from packgraph.mamba.ssd_kernel import carry, scores_of, sizes_of, tables_of
 from packgraph.mamba.ssd_through_kernel import mix_through
@@ -44,7 +44,7 @@ FORWARD = ("tables", "scores", "carry", "mix")  # of these pieces a forward is m
 Work = Callable[[], object]
 
 
-def written(way: Way | Ways) -> str:
+def written(way: Way | KernelConfigs) -> str:
     """A way as it would be written in the table, without what is usual."""
     fields = [(name, value) for name, value in way._asdict().items() if value != way._field_defaults[name]]
     inside = ", ".join(f"{name}={written(value) if isinstance(value, tuple) else json.dumps(value)}"
@@ -52,7 +52,7 @@ def written(way: Way | Ways) -> str:
     return f"{type(way).__name__}({inside})"
 
 
-def results_of(case: Case, piece: str, ways: Ways) -> list[Tensor]:
+def results_of(case: Case, piece: str, ways: KernelConfigs) -> list[Tensor]:
     """What the piece has a part in: y, or all gradients, or both."""
     x, dt, a, b, c, d = case.operands
     found = [forward(x, dt, a, b, c, d, case.ids, case.chunk, ways)] if piece in FORWARD else []
@@ -196,11 +196,11 @@ def time_pieces(session: Session, case: Case, ways: list[tuple[str, Way]]) -> di
     return ordered
 
 
-def wholes(case: Case, ordered: dict[str, list[Way]]) -> dict[str, Ways]:
+def wholes(case: Case, ordered: dict[str, list[Way]]) -> dict[str, KernelConfigs]:
     """Ways for everything: today's, the best pieces, and others to make y."""
     mixes = [way for way in ordered["mix"] if isinstance(way, Mix)]
     written_down = [way for way in mixes if way.kernel != "through"]
-    best = Ways(**{piece: ways[0] for piece, ways in ordered.items() if ways and piece != "mix"})
+    best = KernelConfigs(**{piece: ways[0] for piece, ways in ordered.items() if ways and piece != "mix"})
     named = {"today": ways_for(case.tokens, 64, 128, case.chunk, case.grad.dtype)}
     named |= {f"best, mix {place}": best._replace(mix=way) for place, way in enumerate(written_down[:2], 1)}
     named |= {f"best, through {place}": best._replace(mix=way)
@@ -215,10 +215,10 @@ def time_wholes(session: Session, case: Case, ordered: dict[str, list[Way]]) -> 
     """Rows of forward, and of forward and backward, of all `wholes` and of mamba_ssm."""
     x, dt, a, b, c, d = case.operands
 
-    def of_forward(ways: Ways) -> Work:
+    def of_forward(ways: KernelConfigs) -> Work:
         return lambda: forward(x, dt, a, b, c, d, case.ids, case.chunk, ways)
 
-    def of_both(ways: Ways) -> Work:
+    def of_both(ways: KernelConfigs) -> Work:
         return lambda: (forward(x, dt, a, b, c, d, case.ids, case.chunk, ways),
                         backward(case.grad, x, dt, a, b, c, d, case.ids, case.chunk, ways))
 

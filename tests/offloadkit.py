@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from packgraph.graphs.choose import make_lanes
+from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.memory.trace import predict_bank, trace_memory
 from packgraph.models.config import DecoderConfig
@@ -13,7 +13,7 @@ from packgraph.models.expert_config import ExpertConfig
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.executor import sample_batch
@@ -47,15 +47,15 @@ def by_hand(**knobs):
     return lambda trace: plan_by_knobs(trace, CopySpeed(), OffloadKnobs(**{"min_bytes": 1, "margin": 0} | knobs))
 
 
-def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> Offload:
+def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> OffloadRuntime:
     """An engine for `chunk`, on the lanes of `model` if that is graphed. late: lanes that run as late as they may."""
     if isinstance(model, GraphedModule):
         lanes = model.capture_backend.lanes
     else:
-        lanes = make_lanes(next(model.parameters()).device)
+        lanes = make_copy_streams(next(model.parameters()).device)
     if late:
         lanes.queues.late.update(late)
-    engine = Offload(modules, lanes, **{"min_bytes": 1} | options)
+    engine = OffloadRuntime(modules, lanes, **{"min_bytes": 1} | options)
     attach(engine, chunk)
     return engine
 

@@ -12,7 +12,7 @@ from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import Control, graph
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.slots import Slots
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
@@ -76,7 +76,7 @@ class Hands:
 
         def claiming(module, args, kwargs):
             result = claim(module, args, kwargs)
-            took = replay if isinstance(result, Claim) else eager
+            took = replay if isinstance(result, ReplayHandle) else eager
             self.seconds += took(args[0].capacity) / 1000
             return result
 

@@ -14,12 +14,12 @@ from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
 from packgraph.bench import pipeline_variant as pipeline_way
-from packgraph.bench.comparison import Check, Contest, Sample, groups
+from packgraph.bench.comparison import Check, Comparison, Sample, groups
 from packgraph.bench.compiled import CompiledStack, no_silent_eager
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
 from packgraph.bench.pipeline import PipelineOptions, measure_pipeline
 from packgraph.bench.pipeline_variant import PipelineWay
-from packgraph.bench.ranks import Company
+from packgraph.bench.ranks import BenchRanks
 from packgraph.bench.rows import Rows, facts, figures
 from packgraph.bench.timing import Deadline, rounds_in_turn
 from packgraph.bench.variants import Graphed
@@ -71,7 +71,7 @@ def test_ways_are_grouped_with_the_first() -> None:
 
 
 def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
-    contest = Contest(["eager", "chunk", "other", "odd"])
+    contest = Comparison(["eager", "chunk", "other", "odd"])
     contest.samples["eager"] = [Sample({"ms": 30.0}, 100.0)] * 3
     contest.samples["chunk"] = [Sample({"ms": 10.0}, 100.0)] * 3
     contest.samples["odd"] = [Sample({"ms": 10.0}, 100.0)]
@@ -210,7 +210,7 @@ def measured(mesh: Any, chosen: PipelineOptions, broken: str | None = None) -> l
 
     with mock.patch.object(PipelineWay, "warm_alone", break_down), \
             mock.patch.object(pipeline_way, "CompiledStack", partial(CompiledStack, backend="eager")):
-        measure_pipeline(chosen, CPU, make_links(mesh), Company(), rows, Deadline(None))
+        measure_pipeline(chosen, CPU, make_links(mesh), BenchRanks(), rows, Deadline(None))
     return rows.all
 
 
@@ -252,7 +252,7 @@ def test_a_failure_within_a_step_ends_the_run_after_writing_all_rows(capsys: pyt
     rows = Rows(facts(CPU, "abc123"))
     with mock.patch.object(PipelineWay, "step", sometimes), pytest.raises(RuntimeError, match="lost the device"):
         measure_pipeline(options(ranks=1, ways=("eager", "chunk"), rounds=3), CPU, make_links(single_process()),
-                         Company(), rows, Deadline(None))
+                         BenchRanks(), rows, Deadline(None))
     eager, chunk = rows_of(capsys.readouterr().out)
     assert eager["figures"]["step_ms"]["n"] == 1 and eager["reason"] is None, "the second round begins with chunk"
     assert chunk["reason"] == "rank 0: RuntimeError: lost the device"

@@ -18,7 +18,7 @@ from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.host_sync import capturing
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.offloading.group import Group
 from packgraph.offloading.knobs import plan_by_knobs
 from packgraph.offloading.plan import CopySpeed
@@ -135,7 +135,7 @@ def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypat
     options = OffloadOptions(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1)
     _, reason = attempt_alone(partial(_run_once, options, model, CPU, 64, "everything", CopySpeed()), Deadline(None))
     assert "CUDA out of memory" in reason and pieces.pop() == (at == 70)
-    free_unused(CPU)
+    free_memory(CPU)
     assert pieces and all(of() is None for of in pieces)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.stages import Stage, run_stages
 
 WIDTH = 8
@@ -131,7 +131,7 @@ def test_gradients_in_a_larger_storage_are_added_to_inside_a_steady_block():
 def test_what_autograd_has_to_do_is_not_replayed_directly(make, options):
     graphed = lending(make(), **options)
     claim = graphed.claim((torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {})
-    assert isinstance(claim, Claim) and not claim.is_direct
+    assert isinstance(claim, ReplayHandle) and not claim.is_direct
 
 
 def test_gradients_that_nobody_keeps_are_not_lent():

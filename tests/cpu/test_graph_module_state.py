@@ -13,7 +13,7 @@ from packgraph.graphs.graphed import graph
 from packgraph.graphs.host_sync import refuse_unsafe
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.operations import operation_of
-from packgraph.graphs.side_effects import HostEffects
+from packgraph.graphs.side_effects import SideEffects
 
 # ---- facts that change after the capture
 
@@ -232,7 +232,7 @@ def test_the_lists_that_an_rnn_makes_anew_are_put_back(kind):
 
 def test_containers_are_restored_by_content():
     module = One(items=[1, [2]], table={"a": {1}})
-    effects = HostEffects(module)
+    effects = SideEffects(module)
     effects.begin([])
     module.items[1].append(3)
     module.table["a"].add(2)

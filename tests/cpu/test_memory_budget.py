@@ -11,7 +11,7 @@ import torch
 from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 
 from packgraph.graphs.capture import explained
-from packgraph.graphs.captured_capacities import OVER_BUDGET, KeptCapacities
+from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.memory import trace as memory_trace
@@ -29,7 +29,7 @@ from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
 from packgraph.train.options import TrainConfig
 from packgraph.train.signals import StopRequest
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 
 
 def with_graph(config: TrainConfig, **values: Any) -> TrainConfig:
@@ -215,8 +215,9 @@ def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
 
 
 def test_dropped_capacities_are_no_undeclared_ones():
-    kept = KeptCapacities([], {CAPACITIES[0]: OVER_BUDGET})
-    assert kept and not KeptCapacities([], {}) and list(KeptCapacities(CAPACITIES[::-1], {})) == list(CAPACITIES)
+    kept = CapturedCapacities([], {CAPACITIES[0]: OVER_BUDGET})
+    assert kept and not CapturedCapacities([], {})
+    assert list(CapturedCapacities(CAPACITIES[::-1], {})) == list(CAPACITIES)
     graphed = graphed_model()
     control(graphed).capacities = kept
     assert graphed.claim(arguments(0, CAPACITIES[0]), {}) == OVER_BUDGET
@@ -246,7 +247,7 @@ def test_the_budget_of_graphs_limits_what_is_chosen():
 def test_options_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="is written 12GiB"):
         with_graph(tiny(True), memory_budget="plenty")
-    assert disagreements(with_graph(tiny(True), memory_budget="2GiB"), "cpu") == []
-    assert "needs a CUDA device" in disagreements(with_graph(tiny(True), memory_budget="40%"), "cpu")[0]
-    assert disagreements(with_graph(tiny(True), memory_budget="40%"), "cuda") == []
-    assert "not there yet" in disagreements(with_graph(tiny(True), memory_budget="2GiB", granularity="step"), "cpu")[0]
+    assert validate(with_graph(tiny(True), memory_budget="2GiB"), "cpu") == []
+    assert "needs a CUDA device" in validate(with_graph(tiny(True), memory_budget="40%"), "cpu")[0]
+    assert validate(with_graph(tiny(True), memory_budget="40%"), "cuda") == []
+    assert "not there yet" in validate(with_graph(tiny(True), memory_budget="2GiB", granularity="step"), "cpu")[0]

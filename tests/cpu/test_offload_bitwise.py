@@ -3,15 +3,15 @@ import pytest
 import torch
 from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, engine_of, same, train
 
-from packgraph.graphs.copy_streams import captured_lanes
+from packgraph.graphs.copy_streams import captured_copy_streams
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 
 VARIED = {"counts": (1, 2, 1, 3), "capacities": CAPACITIES}
@@ -125,7 +125,7 @@ def test_evaluation_between_steps_changes_nothing(dense):
     eager passes took goes to the captures."""
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES, warmup=2, strict=True)
-    engine = Offload(DENSE, graphed.capture_backend.lanes, min_bytes=1)
+    engine = OffloadRuntime(DENSE, graphed.capture_backend.lanes, min_bytes=1)
     attach(engine, model)
     batch = PackedBatch.build([[1, 2, 3], [4, 5]], CAPACITIES[0])
     taken = []
@@ -144,7 +144,7 @@ def test_evaluation_between_steps_changes_nothing(dense):
 def test_captures_before_anything_was_traced_are_refused():
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES, warmup=0, strict=True)
-    attach(Offload(DENSE, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand(fraction=0.5)), model)
+    attach(OffloadRuntime(DENSE, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand(fraction=0.5)), model)
     with pytest.raises(CaptureError, match="nothing to plan offloading by"):
         graphed(PackedBatch.build([[1, 2, 3]], CAPACITIES[0]), torch.tensor(3))
 
@@ -154,7 +154,7 @@ def test_another_engine_means_other_graphs():
     graphed = graph(model, capacities=CAPACITIES, warmup=0)
     batch = PackedBatch.build([[1, 2, 3]], CAPACITIES[0])
     graphed(batch, torch.tensor(3)).backward()
-    attach(Offload(DENSE, graphed.capture_backend.lanes, min_bytes=1), model)
+    attach(OffloadRuntime(DENSE, graphed.capture_backend.lanes, min_bytes=1), model)
     with pytest.warns(UserWarning, match="offload"):
         graphed(batch, torch.tensor(3)).backward()
     assert graphed.stats.captured == 2 and graphed.stats.replayed == 2
@@ -162,7 +162,7 @@ def test_another_engine_means_other_graphs():
 
 def test_a_module_without_marks_is_refused():
     with pytest.raises(ValueError, match="no module with an attribute"):
-        attach(Offload(DENSE, None), torch.nn.Linear(2, 2))
+        attach(OffloadRuntime(DENSE, None), torch.nn.Linear(2, 2))
 
 
 def test_a_compiled_layer_is_one_group():
@@ -173,7 +173,7 @@ def test_a_compiled_layer_is_one_group():
         model = DecoderModel(settings, seed=1).bfloat16()
         graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, compile="aot_eager")
         if modules:
-            engine = Offload(modules, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand())
+            engine = OffloadRuntime(modules, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand())
             engine.lanes.queues.late.add("out")
             attach(engine, model)
         torch.manual_seed(3)
@@ -188,13 +188,13 @@ def test_a_compiled_layer_is_one_group():
 def test_clocks_are_read_before_a_capture_begins(monkeypatch):
     """As on CUDA, where the call is rehearsed first and a capture holds no wait for the device."""
     monkeypatch.setattr(RecorderBackend, "warm_up", lambda backend, run, as_called=False: run())
-    elapsed_us = EmulatedLanes.elapsed_us
+    elapsed_us = EmulatedCopyStreams.elapsed_us
 
     def outside(lanes, start, end):
-        assert captured_lanes() is None
+        assert captured_copy_streams() is None
         return elapsed_us(lanes, start, end)
 
-    monkeypatch.setattr(EmulatedLanes, "elapsed_us", outside)
+    monkeypatch.setattr(EmulatedCopyStreams, "elapsed_us", outside)
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True)
     engine = engine_of(graphed, model, DENSE, policy=by_hand(fraction=0.5))

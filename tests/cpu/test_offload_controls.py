@@ -6,11 +6,11 @@ import torch
 from offloadkit import DENSE, batches, config, engine_of, same, train
 
 from packgraph.graphs.copy_streams import HostMemory, aligned
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes, Queues, RecordedLanes, plain
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, Queues, RecordedCopyStreams, plain
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.group import Group
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 
 
 def numbers(value: float, count: int = 6) -> torch.Tensor:
@@ -23,7 +23,7 @@ def read(memory: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("late", [(), ("out",), ("back",), ("out", "back")])
 def test_a_reload_brings_what_was_copied_out(late):
-    lanes = EmulatedLanes(set(late))
+    lanes = EmulatedCopyStreams(set(late))
     host = lanes.host(aligned(24))
     lanes.out([numbers(1.0)], host)
     target = torch.empty(24, dtype=torch.uint8)
@@ -32,7 +32,7 @@ def test_a_reload_brings_what_was_copied_out(late):
     assert read(target) == [1.0] * 6
 
 
-def reuse(lanes: EmulatedLanes, forget: bool) -> list[float]:
+def reuse(lanes: EmulatedCopyStreams, forget: bool) -> list[float]:
     """Two groups one after another in the same host memory, while the first one's reload has not been waited for."""
     target = torch.empty(24, dtype=torch.uint8)
     host = lanes.host(aligned(24))
@@ -49,12 +49,12 @@ def reuse(lanes: EmulatedLanes, forget: bool) -> list[float]:
 
 
 def test_host_memory_is_written_again_after_its_reload_only():
-    assert reuse(EmulatedLanes({"back"}), forget=False) == [1.0] * 6
-    assert reuse(EmulatedLanes({"back"}), forget=True) != [1.0] * 6
+    assert reuse(EmulatedCopyStreams({"back"}), forget=False) == [1.0] * 6
+    assert reuse(EmulatedCopyStreams({"back"}), forget=True) != [1.0] * 6
 
 
 def test_memory_that_was_given_back_too_early_is_copied_as_nan():
-    lanes = EmulatedLanes({"out"})
+    lanes = EmulatedCopyStreams({"out"})
     host, source = lanes.host(aligned(24)), numbers(1.0)
     copy = lanes.out([source], host)
     copy.held = []
@@ -64,7 +64,7 @@ def test_memory_that_was_given_back_too_early_is_copied_as_nan():
 
 
 def test_postponed_copies_copy_what_was_there_when_they_were_asked_for_at_the_next_launch():
-    lanes, queued = EmulatedLanes(), deque[int]()
+    lanes, queued = EmulatedCopyStreams(), deque[int]()
     lanes.postpone(lambda: queued.append(1))
     assert not queued
     lanes.launched()
@@ -73,7 +73,7 @@ def test_postponed_copies_copy_what_was_there_when_they_were_asked_for_at_the_ne
 
 
 def test_who_is_under_way_when_a_capture_begins_keeps_its_host_memory():
-    lanes = EmulatedLanes(late=("out", "back"))
+    lanes = EmulatedCopyStreams(late=("out", "back"))
     host, source = lanes.host(64), torch.arange(64, dtype=torch.uint8)
     lanes.out([source], host)
     lanes.memories.let_go()
@@ -110,7 +110,7 @@ def reload_without_waiting_for_the_copy_out(patch):
 
 
 def use_without_waiting_for_the_reload(patch):
-    for lanes in (EmulatedLanes, RecordedLanes):
+    for lanes in (EmulatedCopyStreams, RecordedCopyStreams):
         wait = lanes.wait
         patch.setattr(lanes, "wait", lambda self, copy, wait=wait: None if copy.lane == "back" else wait(self, copy))
 
@@ -123,22 +123,22 @@ def give_back(copy):
 
 
 def give_memory_back_at_once(patch):
-    queued = Offload._queued
+    queued = OffloadRuntime._queued
 
     def hasty(self, lanes, copy):
         give_back(copy)
         queued(self, lanes, copy)
 
-    patch.setattr(Offload, "_queued", hasty)
+    patch.setattr(OffloadRuntime, "_queued", hasty)
 
 
 def end_captures_without_joining(patch):
-    patch.setattr(RecordedLanes, "join", lambda self: None)
+    patch.setattr(RecordedCopyStreams, "join", lambda self: None)
 
 
 def never_take_other_host_memory(patch):
     one = HostMemory((plain(1 << 20),))
-    patch.setattr(EmulatedLanes, "host", lambda self, nbytes: one)
+    patch.setattr(EmulatedCopyStreams, "host", lambda self, nbytes: one)
 
 
 @pytest.mark.parametrize(("broken", "late", "granularities"), [
@@ -185,7 +185,7 @@ def test_views_of_one_memory_are_one_copy_and_keep_their_layout():
     for measures in (True, False):
         torch.manual_seed(0)
         module = Views()
-        engine = Offload(("core_attn",), EmulatedLanes({"out", "back"}), min_bytes=1, measures=measures)
+        engine = OffloadRuntime(("core_attn",), EmulatedCopyStreams({"out", "back"}), min_bytes=1, measures=measures)
         attach(engine, module)
         x = torch.randn(5, 6, requires_grad=True)
         module(x).backward()

@@ -6,11 +6,11 @@ import torch
 from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, same, train
 from torch import nn
 
-from packgraph.graphs.copy_streams import captured_lanes
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.copy_streams import captured_copy_streams
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach
 from packgraph.offloading.group import Group
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 
 INPUT = torch.linspace(0.0, 1.0, 8)
 MODULES = ("core_attn", "attn_proj", "mlp_act")
@@ -45,8 +45,8 @@ class Saving(nn.Module):
 
 def saving(who, late=(), **options):
     """(what stays of every group, by passes; copies to the host, by passes; gradient)"""
-    module, lanes = Saving(who), EmulatedLanes(late)
-    engine = Offload(MODULES, lanes, **{"min_bytes": 32} | options)
+    module, lanes = Saving(who), EmulatedCopyStreams(late)
+    engine = OffloadRuntime(MODULES, lanes, **{"min_bytes": 32} | options)
     attach(engine, module)
     stays, copies = [], []
     for _ in range(3):
@@ -77,7 +77,7 @@ def test_what_others_hold_stays_from_the_next_pass_on(who, holds, way, late):
 def test_the_last_traced_pass_decides():
     """Who holds memory in the first pass alone, as the compiler of a kernel may, keeps nothing from moving."""
     module = Saving("the caller")
-    engine = Offload(MODULES, EmulatedLanes(), min_bytes=32, policy=lambda trace: None)
+    engine = OffloadRuntime(MODULES, EmulatedCopyStreams(), min_bytes=32, policy=lambda trace: None)
     attach(engine, module)
     bytes_of, moved, kept = [], [], []
     for keeps in (True, False, False, True):
@@ -95,7 +95,7 @@ def test_the_last_traced_pass_decides():
 def test_nothing_that_a_plan_decides_changes_behind_it():
     """Passes that follow a plan, also one that began before it, find nothing new."""
     module = Saving("the caller")
-    engine = Offload(MODULES, EmulatedLanes(), min_bytes=32, policy=by_hand())
+    engine = OffloadRuntime(MODULES, EmulatedCopyStreams(), min_bytes=32, policy=by_hand())
     attach(engine, module)
     for _ in range(2):
         loss, held = module(INPUT)
@@ -127,7 +127,7 @@ def test_graphs_leave_the_same_memory_where_it_is(granularity, monkeypatch):
     def watched(self, *args, **options):
         commit(self, *args, **options)
         own = {memory.place: memory.moved for memory in self.large}
-        moved[captured_lanes() is not None].setdefault((self.layer, self.name), []).append(own)
+        moved[captured_copy_streams() is not None].setdefault((self.layer, self.name), []).append(own)
 
     modules = [name for name in EXPERTS if granularity == "chunk" or "norm" not in name]
     monkeypatch.setattr(Group, "commit", watched)

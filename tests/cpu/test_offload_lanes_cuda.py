@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packgraph.graphs.copy_streams import HostMemories
-from packgraph.graphs.cuda.copy_streams import CudaLanes, streams_beside
+from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, streams_beside
 from packgraph.graphs.memory import peak as peak_memory
 from packgraph.graphs.recorder.copy_streams import plain
 
@@ -83,7 +83,7 @@ def made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: streams[device.current])
     monkeypatch.setattr(torch.cuda, "stream", on)
     memories = HostMemories(lambda nbytes: plain(nbytes).as_subclass(Noted))
-    return device, CudaLanes(torch.device("cuda", 0), streams["out"], streams["back"], memories)
+    return device, CudaCopyStreams(torch.device("cuda", 0), streams["out"], streams["back"], memories)
 
 
 def numbers():

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 import packgraph
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach, layer_names, layer_numbers
 from packgraph.offloading.marks import nowhere
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 
 
 class Layer(nn.Module):
@@ -45,7 +45,7 @@ def test_layers_by_the_names_of_modules(names, expected):
     (nn.ModuleDict({"a": layers(2), "b": layers(2)}), 4), (nn.Sequential(layers(3), layers(3)), 6),
 ], ids=["sequence", "wrapped", "two", "stages"])
 def test_a_forward_is_one_pass_with_a_group_for_every_layer(module, groups):
-    engine = Offload(("core_attn",), EmulatedLanes(), min_bytes=1)
+    engine = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
     assert attach(engine, module) == list(range(groups))
     x = torch.randn(4, 8)
     for part in module.values() if isinstance(module, nn.ModuleDict) else (module,):
@@ -56,7 +56,7 @@ def test_a_forward_is_one_pass_with_a_group_for_every_layer(module, groups):
 
 def test_layers_that_are_graphed_themselves_get_the_engine_too():
     model = nn.ModuleList([packgraph.graph(Layer(), warmup=1) for _ in range(2)])
-    engine = Offload(("core_attn",), EmulatedLanes(), min_bytes=1)
+    engine = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
     assert attach(engine, model) == [0, 1]
     assert attach(engine, packgraph.graph(Layer())) == [0]
 
@@ -72,7 +72,7 @@ def test_two_modules_of_a_layer_may_open_blocks_of_one_name():
             return self.cross_attention(self.attention(x))
 
     module = nn.Sequential(Crossed(), Crossed())
-    engine = Offload(("core_attn",), EmulatedLanes(), min_bytes=1)
+    engine = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
     assert attach(engine, module) == [0, 1]
     for _ in range(2):
         module(torch.randn(4, 8)).sum().backward()

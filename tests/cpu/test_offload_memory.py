@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.copy_streams import DeviceMemory
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.group import Memory
 from packgraph.offloading.json import from_json, to_json
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
 from packgraph.packing.batch import PackedBatch
 
@@ -59,7 +59,7 @@ class Allocator(TorchDispatchMode):
         return found
 
 
-class Counted(EmulatedLanes):
+class Counted(EmulatedCopyStreams):
     def __init__(self, allocator):
         super().__init__()
         self.memory = allocator.look
@@ -71,8 +71,8 @@ def run(model_config, modules, parts, follows=None, policy=None, passes=2):
     allocator, model = Allocator(), DecoderModel(model_config, seed=1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    engine = Offload(modules, Counted(allocator), min_bytes=1, parts=parts, policy=policy,
-                     measures=follows is None and policy is None)
+    engine = OffloadRuntime(modules, Counted(allocator), min_bytes=1, parts=parts, policy=policy,
+                            measures=follows is None and policy is None)
     attach(engine, model)
     if follows is not None:
         engine.follow(*follows)

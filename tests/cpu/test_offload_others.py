@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import packgraph
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach
 from packgraph.offloading.marks import nowhere
-from packgraph.offloading.runtime import LOOKS, Offload
+from packgraph.offloading.runtime import LOOKS, OffloadRuntime
 
 NAMES = ("core_attn", "mlp_act")
 SIZE = 32
@@ -55,8 +55,8 @@ class Net(nn.Module):
         return x
 
 
-def offloaded(module: nn.Module, late=("out", "back"), **options) -> Offload:
-    engine = Offload(NAMES, EmulatedLanes(set(late)), **{"min_bytes": 1, **options})
+def offloaded(module: nn.Module, late=("out", "back"), **options) -> OffloadRuntime:
+    engine = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
     attach(engine, module)
     return engine
 
@@ -69,7 +69,7 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in module.parameters()]
 
 
-def same_as_kept(make, run=lambda module: module(sample().requires_grad_()).sum().backward()) -> Offload:
+def same_as_kept(make, run=lambda module: module(sample().requires_grad_()).sum().backward()) -> OffloadRuntime:
     """Run `make()` with and without an engine, which is returned."""
     plain, moving = make(), make()
     engine = offloaded(moving)
@@ -192,7 +192,7 @@ def test_chunks_whose_blocks_save_nothing_are_captured():
         engine.end_step()
     assert called.stats.replayed == 2 and engine.plan is None
     with pytest.raises(RuntimeError, match="there is nothing to plan offloading by"):
-        Offload(NAMES, EmulatedLanes(), policy=by_hand()).settle()
+        OffloadRuntime(NAMES, EmulatedCopyStreams(), policy=by_hand()).settle()
 
 
 class Marked(nn.Module):

@@ -8,7 +8,7 @@ from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warm
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.trace import trace_memory
 from packgraph.graphs.recorder.backend import RecorderBackend, RecorderWindow
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.graphs.step import GraphedStep
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.search import plan_for_time
@@ -76,7 +76,7 @@ def test_a_capture_that_is_thrown_away_keeps_no_host_memory(monkeypatch):
 
 
 def test_a_capture_of_a_step_gets_what_eager_work_of_all_chunks_had():
-    eager = [EmulatedLanes(), EmulatedLanes()]
+    eager = [EmulatedCopyStreams(), EmulatedCopyStreams()]
     for lanes in eager:
         lanes.give_back(lanes.host(64))
     model = torch.nn.Linear(4, 1)

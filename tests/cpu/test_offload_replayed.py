@@ -6,15 +6,15 @@ import torch
 from offloadkit import DENSE, config
 from trainkit import RandomPacks, state_of, tiny, trainer
 
-from packgraph.graphs.copy_streams import captured_lanes
+from packgraph.graphs.copy_streams import captured_copy_streams
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
-from packgraph.graphs.recorder.copy_streams import RecordedLanes
+from packgraph.graphs.recorder.copy_streams import RecordedCopyStreams
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train import offloading
@@ -32,25 +32,25 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(recorder_lanes.time, "perf_counter", lambda: self.now)
-        wait = RecordedLanes.wait
+        wait = RecordedCopyStreams.wait
 
         def slow_wait(lanes, copy):
             if not copy.done and copy.scope == lanes.scope:
                 lanes._window.note(lambda: self.tick(WAIT), [])
             wait(lanes, copy)
 
-        monkeypatch.setattr(RecordedLanes, "wait", slow_wait)
+        monkeypatch.setattr(RecordedCopyStreams, "wait", slow_wait)
         for name in ("_commit", "_reached"):
-            monkeypatch.setattr(Offload, name, self.working(getattr(Offload, name)))
+            monkeypatch.setattr(OffloadRuntime, name, self.working(getattr(OffloadRuntime, name)))
 
     def tick(self, seconds):
         self.now += seconds
 
     def working(self, call):
         def work(*given):
-            lanes = captured_lanes()
+            lanes = captured_copy_streams()
             self.tick(EAGER)
-            if isinstance(lanes, RecordedLanes):
+            if isinstance(lanes, RecordedCopyStreams):
                 lanes._window.note(lambda: self.tick(REPLAYED), [])
             call(*given)
 
@@ -73,7 +73,8 @@ def replayed(monkeypatch, policy, granularity="chunk", times_graphs=True, module
     batch, tokens = PackedBatch.build([[1, 2, 3], [4, 5]], CAPACITY), torch.ones((), dtype=torch.int64)
     graphed = graph(model, capacities=[CAPACITY], warmup=0, granularity=granularity, scope=scope,
                     strict=True)
-    engine = Offload(modules, graphed.capture_backend.lanes, min_bytes=1, policy=policy, times_graphs=times_graphs)
+    engine = OffloadRuntime(modules, graphed.capture_backend.lanes, min_bytes=1, policy=policy,
+                            times_graphs=times_graphs)
     attach(engine, model)
     graphed.run_eagerly(batch, tokens).backward()
     eager = engine.trace

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from offloadkit import DENSE, config, same, train
 
 from packgraph.graphs.copy_streams import DeviceMemory
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading import runtime as engine
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed
 from packgraph.offloading.room import Room
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 
 
-class Told(EmulatedLanes):
+class Told(EmulatedCopyStreams):
     """An allocator that says what it is told to: (now, most) one after another."""
 
     def __init__(self, *looks):
@@ -115,8 +115,8 @@ def test_a_forward_may_be_what_takes_most():
 
 @pytest.mark.parametrize(("policy", "looks"), [(False, engine.LOOKS), (True, engine.LOOKS + 4)])
 def test_passes_are_traced_for_good_only_where_a_plan_will_end_it(policy, looks):
-    lanes = EmulatedLanes()
-    made = engine.Offload([], lanes, policy=(lambda trace: None) if policy else None)
+    lanes = EmulatedCopyStreams()
+    made = engine.OffloadRuntime([], lanes, policy=(lambda trace: None) if policy else None)
     traced = [made._begin(lanes).times is not None for _ in range(engine.LOOKS + 4)]
     assert sum(traced) == looks and traced[0]
 
@@ -129,7 +129,7 @@ def test_garbage_goes_before_memory_is_looked_at(is_looked_at, monkeypatch):
             self.itself = self
 
     if is_looked_at:
-        monkeypatch.setattr(EmulatedLanes, "memory", lambda self: DeviceMemory(0, 0))
+        monkeypatch.setattr(EmulatedCopyStreams, "memory", lambda self: DeviceMemory(0, 0))
     gc.collect()
     gc.disable()
     try:
@@ -142,7 +142,7 @@ def test_garbage_goes_before_memory_is_looked_at(is_looked_at, monkeypatch):
 
 
 def test_nobody_knows_without_an_allocator():
-    room = Room(EmulatedLanes())
+    room = Room(EmulatedCopyStreams())
     room.made(10)
     room.reached(10, 10, 1)
     room.reached(10, 10, 0)
@@ -186,14 +186,14 @@ def given_back_at(offset):
 def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(granularity, offset, monkeypatch):
     """As many copies are in flight when a group is made as the plan says, and no bit is another."""
     counts, left = (1, 1, 1), []
-    release = Offload._release
+    release = OffloadRuntime._release
 
     def watched(self, now, place):
         release(self, now, place)
         if self.plan is not None and now.lanes in self._under_way:
             left.append((place, sum(not copy.done for copy in self._under_way[now.lanes])))
 
-    monkeypatch.setattr(Offload, "_release", watched)
+    monkeypatch.setattr(OffloadRuntime, "_release", watched)
     found, engine, _ = train(config(), DENSE, granularity=granularity, counts=counts, late=("out",),
                              policy=given_back_at(offset))
     assert same(found, train(config(), counts=counts)[0])
@@ -207,7 +207,7 @@ def on_their_way(engine, lanes):
 
 def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch):
     """At its own commit, where the plan gives its memory back, it is not even queued."""
-    commit, left = Offload._commit, []
+    commit, left = OffloadRuntime._commit, []
 
     def launching(self, now, group, *rest):
         commit(self, now, group, *rest)
@@ -215,7 +215,7 @@ def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch)
             left.append(on_their_way(self, now.lanes))
             self.lanes.launched()
 
-    monkeypatch.setattr(Offload, "_commit", launching)
+    monkeypatch.setattr(OffloadRuntime, "_commit", launching)
     found, engine, _ = train(config(), DENSE, counts=(1, 1), late=("out",), policy=given_back_at(0), postpones=True)
     assert same(found, train(config(), counts=(1, 1))[0])
     assert sum(engine.plan.moves) > 1 and left and set(left) == {0}
@@ -223,7 +223,7 @@ def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch)
 
 def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_the_plan_names(monkeypatch):
     """As eager stages between graphs lack the groups that lie in these."""
-    follow, commit, left = Offload.follow, Offload._commit, []
+    follow, commit, left = OffloadRuntime.follow, OffloadRuntime._commit, []
 
     def without_the_fourth(self, trace, plan):
         follow(self, trace, plan)
@@ -233,8 +233,8 @@ def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_t
         commit(self, now, group, *rest)
         left.append((group.order, on_their_way(self, now.lanes)))
 
-    monkeypatch.setattr(Offload, "follow", without_the_fourth)
-    monkeypatch.setattr(Offload, "_commit", watched)
+    monkeypatch.setattr(OffloadRuntime, "follow", without_the_fourth)
+    monkeypatch.setattr(OffloadRuntime, "_commit", watched)
     train(config(), DENSE, counts=(1, 1), policy=given_back_at(1))
     after = dict(left[len(left) // 2:])
     assert (after[2], after[3], after[4]) == (1, 1, 1), "group 2 until group 4 is made; group 3 does not move now"
@@ -243,7 +243,7 @@ def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_t
 @pytest.mark.parametrize("granularity", [None, "chunk"])
 def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypatch):
     """Whatever the plan lets be in flight: before another forward begins, and before its backward."""
-    begin, reached, left = Offload._begin, Offload._reached, []
+    begin, reached, left = OffloadRuntime._begin, OffloadRuntime._reached, []
 
     def beginning(self, lanes):
         found = begin(self, lanes)
@@ -254,8 +254,8 @@ def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypat
         reached(self, now, group)
         left.append(on_their_way(self, now.lanes) if self.plan is not None else 0)
 
-    monkeypatch.setattr(Offload, "_begin", beginning)
-    monkeypatch.setattr(Offload, "_reached", reaching)
+    monkeypatch.setattr(OffloadRuntime, "_begin", beginning)
+    monkeypatch.setattr(OffloadRuntime, "_reached", reaching)
     counts = (1, 1, 2)
     found, engine, _ = train(config(), DENSE, granularity=granularity, counts=counts, late=("out",),
                              policy=given_back_at(99))
@@ -274,6 +274,6 @@ def test_memory_that_is_given_back_without_waiting_is_a_wrong_number(monkeypatch
                 copy.finish()
                 copy.done = done
 
-    monkeypatch.setattr(Offload, "_release", hasty)
+    monkeypatch.setattr(OffloadRuntime, "_release", hasty)
     found, _, _ = train(config(layers=3), DENSE, granularity="chunk", late=("out",), policy=given_back_at(1))
     assert not same(found, train(config(layers=3))[0])

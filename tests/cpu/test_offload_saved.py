@@ -8,13 +8,13 @@ from offloadkit import AsksTwice
 from torch import nn
 
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach
 from packgraph.offloading.group import Group
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.marks import nowhere
 from packgraph.offloading.plan import CopySpeed
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 
 NAMES = ("core_attn", "mlp_act")
 
@@ -33,8 +33,8 @@ class Marked(nn.Module):
             return self.made(x.to(self.weight.dtype) @ self.weight)
 
 
-def offloaded(module: nn.Module, late=("out", "back"), **options) -> Offload:
-    engine = Offload(NAMES, EmulatedLanes(set(late)), **{"min_bytes": 1, **options})
+def offloaded(module: nn.Module, late=("out", "back"), **options) -> OffloadRuntime:
+    engine = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
     attach(engine, module)
     return engine
 
@@ -247,13 +247,13 @@ def test_a_reload_that_nobody_came_for_writes_to_memory_that_is_still_its_own(mo
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_came_back_is_gone_after_the_backward(keeps, monkeypatch, no_collections):
     brought = []
-    back = EmulatedLanes.back
+    back = EmulatedCopyStreams.back
 
     def noting(self, host, targets):
         brought.extend(weakref.ref(target.untyped_storage()) for target in targets)
         return back(self, host, targets)
 
-    monkeypatch.setattr(EmulatedLanes, "back", noting)
+    monkeypatch.setattr(EmulatedCopyStreams, "back", noting)
     module = Stack(4)
     offloaded(module)
     loss = module(torch.randn(32, 32)).sum()

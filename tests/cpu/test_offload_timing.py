@@ -4,11 +4,11 @@ import torch
 from offloadkit import DENSE, config
 from torch import nn
 
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.plan import CopySpeed
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.offloading.speed import copy_speed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -16,7 +16,7 @@ from packgraph.packing.capacity import Capacity
 COMPUTE, WAIT = 10.0, 1000.0
 
 
-class CountedLanes(EmulatedLanes):
+class CountedLanes(EmulatedCopyStreams):
     """A clock that counts: every module that runs takes COMPUTE, every copy that main waits for takes WAIT."""
 
     def __init__(self):
@@ -46,7 +46,7 @@ def traced(measures, modules=DENSE, in_flight=1):
         if isinstance(module, nn.Linear):
             module.register_forward_hook(work)
             module.register_full_backward_pre_hook(work)
-    engine = Offload(modules, lanes, min_bytes=1, in_flight=in_flight, measures=measures)
+    engine = OffloadRuntime(modules, lanes, min_bytes=1, in_flight=in_flight, measures=measures)
     attach(engine, model)
     for _ in range(2):
         model(PackedBatch.build([[1, 2, 3], [4, 5]], Capacity(24, 4))).backward()

@@ -65,9 +65,9 @@ def test_ssd_shares_heads_out_among_programs(monkeypatch):
 def other_ways(monkeypatch, **given):
     """Have forward and backward made in these ways instead of those of the table."""
     from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
-    from packgraph.mamba.ssd_configs import Ways
+    from packgraph.mamba.ssd_configs import KernelConfigs
     for kernels in (ssd_forward_kernel, ssd_backward_kernel):
-        monkeypatch.setattr(kernels, "ways_of", lambda *sizes: Ways(**given))
+        monkeypatch.setattr(kernels, "ways_of", lambda *sizes: KernelConfigs(**given))
 
 
 def grouped(tile, share):

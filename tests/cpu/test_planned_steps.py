@@ -14,12 +14,12 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout, context_sizes
-from packgraph.train.assignment import Sharing, groups_of
+from packgraph.train.assignment import MicrobatchAssignment, groups_of
 from packgraph.train.data import DataConfig, DataError, PlannedSteps
 from packgraph.train.dynamic_context import context_request, rank_tokens, with_context_buckets
 from packgraph.train.options import ParallelConfig
 from packgraph.train.step import take_step
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.verification.switching import SwitchingSteps
 
 WORLD, TOKENS = 4, 16
@@ -55,7 +55,7 @@ def test_every_document_is_in_one_pack_and_every_step_in_whole_waves(waves):
                        for document in Tokens(source).encode(source[index]))
     assert texts(steps) == expected
     for step in steps:
-        shares = [Sharing(WORLD, rank, rank_tokens=TOKENS).share(step) for rank in range(WORLD)]
+        shares = [MicrobatchAssignment(WORLD, rank, rank_tokens=TOKENS).share(step) for rank in range(WORLD)]
         assert len({len(share) for share in shares}) == 1 and 1 <= len(shares[0]) <= waves
         sizes = [[pack.capacity.tokens for pack in share] for share in shares]
         assert all(row == sorted(row, reverse=True) for row in sizes), "large groups first"
@@ -128,7 +128,7 @@ def test_switching_steps_are_whole_waves_of_every_kind():
     steps, sizes, lengths = SwitchingSteps(WORLD, TOKENS, (1, 2, 4), (4, 12), 32), [], []
     for _ in range(15):
         step = steps.next_step()
-        share = Sharing(WORLD, 0, rank_tokens=TOKENS).share(step)
+        share = MicrobatchAssignment(WORLD, 0, rank_tokens=TOKENS).share(step)
         sizes += [pack.capacity.tokens // TOKENS for pack in share]
         lengths += [pack.lengths for pack in step]
     assert sizes[:6] == [1, 4, 2, 1, 4, 2] and () in lengths
@@ -174,11 +174,11 @@ def test_what_a_run_is_asked_for_follows_from_its_options():
     ({"capacities": (Capacity(66, 8),)}, "must be a multiple of that, not 66")])
 def test_what_cannot_be_is_refused_with_its_reason(changes, reason):
     world = changes.get("cp", 4)
-    found = disagreements(run_config(**changes), "cpu", world=world)
+    found = validate(run_config(**changes), "cpu", world=world)
     assert any(reason in problem for problem in found), found
-    assert not disagreements(run_config(), "cpu", world=4)
+    assert not validate(run_config(), "cpu", world=4)
 
 
 def test_timing_rows_without_plans_is_refused():
     config = dataclasses.replace(run_config(), parallel=ParallelConfig(cp=4, time_rows=True))
-    assert any("it goes with parallel.dynamic_cp = true" in found for found in disagreements(config, "cpu", world=4))
+    assert any("it goes with parallel.dynamic_cp = true" in found for found in validate(config, "cpu", world=4))

@@ -21,7 +21,7 @@ from packgraph.train.expert_stash import make_stash, planned_pages, share
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 
 EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, first_dense=1, score="sigmoid",
                        score_bias=True, bias_rate=0.01, document_loss=1e-3)
@@ -99,9 +99,9 @@ def test_too_few_pages_of_compiled_code_are_a_step_made_again(tmp_path, traced):
 
 def test_a_stash_in_compiled_code_that_is_offloaded_is_refused():
     settings = config(stash=1.1, compile=True)
-    assert not disagreements(settings, "cpu")
+    assert not validate(settings, "cpu")
     settings = dataclasses.replace(settings, offload=OffloadConfig(modules=("attn_norm",)))
-    assert any("with graph.compile and parallel.expert_stash" in text for text in disagreements(settings, "cpu"))
+    assert any("with graph.compile and parallel.expert_stash" in text for text in validate(settings, "cpu"))
     with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
         ParallelConfig(expert_stash=0.5)
 

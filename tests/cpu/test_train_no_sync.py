@@ -4,7 +4,7 @@ import torch
 from trainkit import tiny, trainer
 
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.host_sync import HostReadGuard, Journal, Watch
+from packgraph.graphs.host_sync import CaptureChecker, HostSyncCheck, Journal
 from packgraph.train.signals import StopRequest
 
 
@@ -14,7 +14,7 @@ def watch_steps(run, monkeypatch, spoil=None):
         original = getattr(owner, name)
 
         def watched(*arguments):
-            with HostReadGuard(None), Watch(Journal(), refuse=True, device=None):
+            with HostSyncCheck(None), CaptureChecker(Journal(), refuse=True, device=None):
                 if spoil is not None:
                     spoil(run)
                 return original(*arguments)
@@ -43,5 +43,5 @@ def test_a_read_in_the_step_is_seen(tmp_path, monkeypatch):
 
 
 def test_the_guards_see_what_a_loss_divided_on_the_host_would_do():
-    with pytest.raises(CaptureError), HostReadGuard(None), Watch(Journal(), refuse=True, device=None):
+    with pytest.raises(CaptureError), HostSyncCheck(None), CaptureChecker(Journal(), refuse=True, device=None):
         torch.ones(3).sum() / torch.ones(()).item()

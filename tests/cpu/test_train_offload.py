@@ -15,7 +15,7 @@ from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.offload_report import report_offloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
 
@@ -43,7 +43,7 @@ def test_a_run_that_offloads_is_bitwise_one_that_does_not(graph, granularity, fr
     modules = [name for name in DENSE if granularity != "layer" or "norm" not in name]
     config = replace(config, graph=replace(config.graph, granularity=granularity, strict=True),
                      offload=OffloadConfig(modules=tuple(modules), fraction=fraction, min_bytes=1, margin=0))
-    assert disagreements(config, "cpu") == []
+    assert validate(config, "cpu") == []
     found, offloading = finish(tmp_path / "run", config)
     assert found.keys() == kept.keys()
     assert all(torch.equal(found[name], kept[name]) for name in kept)
@@ -105,11 +105,11 @@ def test_what_cannot_be_offloaded_is_refused_with_all_reasons():
     config = tiny(graph=True)
     config = replace(config, offload=OffloadConfig(modules=("attn_proj", "attn_norm", "expert_fc1", "mlp_akt")),
                      parallel=ParallelConfig(expert_stash=1.1))
-    found = " | ".join(disagreements(config, "cpu"))
+    found = " | ".join(validate(config, "cpu"))
     for reason in ("attn_proj needs core_attn", "did you mean 'mlp_act'", "expert_fc1 is in the stash",
                    "attn_norm saves a hidden state that a region takes in or hands on (layers 0, 1)"):
         assert reason in found
-    nothing = disagreements(replace(config, offload=OffloadConfig(lost=0.01), parallel=ParallelConfig()), "cpu")
+    nothing = validate(replace(config, offload=OffloadConfig(lost=0.01), parallel=ParallelConfig()), "cpu")
     assert nothing == ["offload.lost says how much may move, and offload.modules says nothing may: name modules, such "
                        "as qkv_linear,core_attn,mlp_act"]
     with pytest.raises(ValueError, match="fraction must be 0 to 1"):

@@ -31,7 +31,7 @@ from packgraph.train.run_folder import (
     is_running,
 )
 from packgraph.train.signals import stop_on_signals
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 
 CPU = torch.device("cpu")
 
@@ -331,12 +331,12 @@ def test_disagreements_between_sections_come_all_at_once() -> None:
     config = dataclasses.replace(
         config, graph=dataclasses.replace(config.graph, backend="cuda", warmup=2, scope=("atn", "moe")),
         model=dataclasses.replace(config.model, attention_backend="varlen"))
-    problems = "\n".join(disagreements(config, "cpu", vocabulary=10**9))
+    problems = "\n".join(validate(config, "cpu", vocabulary=10**9))
     assert problems.count("\n") == 5
     assert "graph.scope: unknown stage 'atn' in scope: did you mean 'attn'?" in problems
     assert "graph.scope: scope names 'moe', but the model has only the stages attn, embed, head, mlp" in problems
     assert "model.attention_backend = varlen needs a CUDA device" in problems
-    assert disagreements(preset("qwen3-tiny"), "cpu", vocabulary=2) == []
+    assert validate(preset("qwen3-tiny"), "cpu", vocabulary=2) == []
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -357,6 +357,6 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 def test_a_capacity_without_room_for_a_label_is_refused(graph, buckets, text):
     config = dataclasses.replace(preset("qwen3-tiny"), graph=GraphConfig(enabled=False, **graph),
                                  buckets=BucketConfig(**buckets))
-    assert any(text in problem for problem in disagreements(config, "cpu"))
+    assert any(text in problem for problem in validate(config, "cpu"))
     fine = dataclasses.replace(config, graph=GraphConfig(enabled=False, capacities=(Capacity(2, 1),)))
-    assert disagreements(fine, "cpu") == []
+    assert validate(fine, "cpu") == []

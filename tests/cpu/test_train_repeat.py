@@ -4,7 +4,7 @@ import types
 import pytest
 import torch
 
-from packgraph.train.retry import MOST, Repeats
+from packgraph.train.retry import MOST, StepRetries
 
 
 class Crowded:
@@ -22,14 +22,14 @@ class Crowded:
         return "room was made"
 
 
-def repeats(overflow) -> Repeats:
+def repeats(overflow) -> StepRetries:
     executor = types.SimpleNamespace(train_step=lambda *_: (torch.zeros(()), torch.zeros(())), rebuild=lambda: None,
                                      free_graphs=lambda bucket: None)
-    return Repeats(executor, types.SimpleNamespace(overflow=overflow, guard=None, set_limits=lambda limits: None),
-                   torch.device("cpu"))
+    return StepRetries(executor, types.SimpleNamespace(overflow=overflow, guard=None, set_limits=lambda limits: None),
+                       torch.device("cpu"))
 
 
-def make_until_it_fits(steps: Repeats) -> int:
+def make_until_it_fits(steps: StepRetries) -> int:
     loss, _ = steps.launch([], 1, 1e-3)
     attempts = 1
     while steps.verdicts(loss)[0]:

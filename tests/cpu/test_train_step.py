@@ -13,7 +13,7 @@ from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.signals import StopRequest
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 
 
 def config(steps: int = 20, *, enabled: bool = True, dtype: str = "float32", **graph: object) -> TrainConfig:
@@ -100,9 +100,9 @@ def test_strict_stops_where_a_step_cannot_be_one_graph(tmp_path, monkeypatch):
 def test_what_cannot_hold_the_update_is_said_at_once():
     settings = config(granularity="chunk")
     settings = dataclasses.replace(settings, parallel=ParallelConfig(dp=2, pp=2))
-    text = "\n".join(disagreements(settings, "cpu", world=4))
+    text = "\n".join(validate(settings, "cpu", world=4))
     assert "graph.granularity = step, not chunk" in text
     assert "graph.optimizer with parallel.pp = 2" in text and "cannot serve 2 replicas" in text
     derived = dataclasses.replace(config(), parallel=ParallelConfig())
-    assert "cannot serve 3 replicas" in "\n".join(disagreements(derived, "cpu", world=3))
-    assert not disagreements(config(), "cpu") and not disagreements(config(granularity="layer", enabled=False), "cpu")
+    assert "cannot serve 3 replicas" in "\n".join(validate(derived, "cpu", world=3))
+    assert not validate(config(), "cpu") and not validate(config(granularity="layer", enabled=False), "cpu")

@@ -23,7 +23,7 @@ from packgraph.verification import sequential as apart
 from packgraph.verification.command import verify_problems
 from packgraph.verification.digest import DIFFERS
 from packgraph.verification.matrix import budget_of, random_packs, tiny_config, tiny_experts_config
-from packgraph.verification.sequential import Apart, verify_apart
+from packgraph.verification.sequential import SequentialRuns, verify_sequential
 from packgraph.verification.verify import VerifyReport, verify
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def with_stash(steps: int) -> TrainConfig:
 def both(config: TrainConfig) -> tuple[VerifyReport, VerifyReport]:
     """The reports of the runs in lockstep, and of the runs one after the other."""
     return (verify("run", config, random_packs(1), CPU, budget=budget_of),
-            verify_apart("run", config, lambda: random_packs(1), CPU, budget=budget_of))
+            verify_sequential("run", config, lambda: random_packs(1), CPU, budget=budget_of))
 
 
 @pytest.mark.parametrize("config", [granular("layer"), granular("chunk"), granular("step"),
@@ -68,22 +68,22 @@ def test_graphs_are_gone_before_there_is_more_room(monkeypatch: pytest.MonkeyPat
     events, free, room = [], Executor.free_graphs, Overflow.make_room
     monkeypatch.setattr(Executor, "free_graphs", lambda self, bucket: (events.append("free"), free(self, bucket))[1])
     monkeypatch.setattr(Overflow, "make_room", lambda self, *args: (events.append("room"), room(self, *args))[1])
-    report = verify_apart("run", with_stash(steps=4), lambda: random_packs(1), CPU, budget=budget_of)
+    report = verify_sequential("run", with_stash(steps=4), lambda: random_packs(1), CPU, budget=budget_of)
     assert report.made_again > 0
     before = ["", *events]
     assert all(before[place] == "free" for place, event in enumerate(events) if event == "room")
 
 
 def test_packs_may_end_before_the_steps_do() -> None:
-    report = verify_apart("short", granular("layer", steps=9), lambda: itertools.islice(random_packs(1), 8), CPU)
+    report = verify_sequential("short", granular("layer", steps=9), lambda: itertools.islice(random_packs(1), 8), CPU)
     assert report.good and report.steps < 9 and report.microbatches == 8
 
 
 @pytest.mark.parametrize("config", [granular("chunk", steps=3), with_stash(steps=3)], ids=["dense", "experts"])
 def test_the_eager_run_is_gone_when_the_graph_run_is_made(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original, made, alive = side.make_optimizer, [], []
-    free = mock.Mock(side_effect=apart.free_unused)
-    monkeypatch.setattr(apart, "free_unused", free)
+    free = mock.Mock(side_effect=apart.free_memory)
+    monkeypatch.setattr(apart, "free_memory", free)
 
     def make(*args: Any) -> Any:
         alive.append([reference() is not None for reference in made])
@@ -94,13 +94,13 @@ def test_the_eager_run_is_gone_when_the_graph_run_is_made(config: TrainConfig, m
         return optimizer
 
     monkeypatch.setattr(side, "make_optimizer", make)
-    assert verify_apart("run", config, lambda: random_packs(1), CPU).good
+    assert verify_sequential("run", config, lambda: random_packs(1), CPU).good
     first, second = alive
     assert first == [] and second and not any(second)
 
 
 def test_one_eager_run_is_enough_for_many_graph_runs() -> None:
-    runs = Apart(lambda: random_packs(1), CPU, in_flight=lambda step: False, budget=budget_of)
+    runs = SequentialRuns(lambda: random_packs(1), CPU, in_flight=lambda step: False, budget=budget_of)
     expected = runs.eager_run(granular("layer", steps=3))
     for name in ("layer", "chunk", "step"):
         report = runs.graph_run(name, granular(name, steps=3), expected)
@@ -126,7 +126,7 @@ def test_a_broken_gradient_is_named_by_step_kind_and_tensor(config: TrainConfig,
 
 def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     break_random_state(monkeypatch)
-    assert places(verify_apart("broken", tiny_config("chunk", 0.0, 3), lambda: random_packs(1), CPU)) == {
+    assert places(verify_sequential("broken", tiny_config("chunk", 0.0, 3), lambda: random_packs(1), CPU)) == {
         "random states": (3, "cpu")}
 
 
@@ -140,7 +140,7 @@ def test_a_buffer_that_one_run_leaves_alone_is_named(monkeypatch: pytest.MonkeyP
             original(self, skip)
 
     monkeypatch.setattr(ExpertBalance, "update", update)
-    report = verify_apart("biases", tiny_experts_config("layer", 0.0, 3), lambda: random_packs(1), CPU)
+    report = verify_sequential("biases", tiny_experts_config("layer", 0.0, 3), lambda: random_packs(1), CPU)
     assert places(report)["parameters"] == (1, "layers.1.mlp.gate.e_score_correction_bias")
 
 

@@ -10,8 +10,8 @@ import torch
 from packgraph import cli
 from packgraph.verification import command
 from packgraph.verification.matrix import random_packs, tiny_config
-from packgraph.verification.progress import SILENT, Pace
-from packgraph.verification.sequential import verify_apart
+from packgraph.verification.progress import SILENT, VerificationProgress
+from packgraph.verification.sequential import verify_sequential
 from packgraph.verification.verify import verify
 
 CPU = torch.device("cpu")
@@ -36,7 +36,8 @@ class Clock:
 def said(phase: str, seconds: list[float], total: int | None = None) -> list[str]:
     """The lines of a phase whose steps take so many seconds."""
     clock, lines = Clock(), list[str]()
-    for step in Pace(lines.append, clock).of(phase, len(seconds) if total is None else total, range(len(seconds))):
+    progress = VerificationProgress(lines.append, clock)
+    for step in progress.of(phase, len(seconds) if total is None else total, range(len(seconds))):
         clock.seconds += seconds[step]
     return lines
 
@@ -63,7 +64,7 @@ def test_a_phase_that_ends_early_says_how_many_steps_it_had() -> None:
 
 def test_a_phase_that_is_left_has_not_ended() -> None:
     clock, lines = Clock(), list[str]()
-    steps = Pace(lines.append, clock).of("eager run", 5, range(5))
+    steps = VerificationProgress(lines.append, clock).of("eager run", 5, range(5))
     next(steps)
     clock.seconds += 60.0
     steps.close()  # type: ignore[attr-defined]
@@ -72,11 +73,11 @@ def test_a_phase_that_is_left_has_not_ended() -> None:
 
 def test_the_runs_in_lockstep_are_one_phase_and_those_apart_are_two() -> None:
     lines: list[str] = []
-    often, config = Pace(lines.append, Clock(), every=0.0), tiny_config("chunk", 0.0, 3)
+    often, config = VerificationProgress(lines.append, Clock(), every=0.0), tiny_config("chunk", 0.0, 3)
     together = verify("run", config, random_packs(1), CPU, pace=often)
     assert lines == ["step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s"]
     lines.clear()
-    apart = verify_apart("run", config, lambda: random_packs(1), CPU, pace=often)
+    apart = verify_sequential("run", config, lambda: random_packs(1), CPU, pace=often)
     assert lines == [f"{phase}: {text}" for phase in ("eager run", "graph run")
                      for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")]
     assert together.good and together == apart == verify("run", config, random_packs(1), CPU, pace=SILENT)
@@ -94,11 +95,11 @@ def words(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(("more", "phase"), [([], ""), (["--apart"], "graph run: ")], ids=["lockstep", "apart"])
 def test_the_command_says_it_on_stderr(words: list[str], more: list[str], phase: str, monkeypatch: pytest.MonkeyPatch,
                                        capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "Pace", partial(Pace, now=Clock()))
+    monkeypatch.setattr(command, "VerificationProgress", partial(VerificationProgress, now=Clock()))
     assert cli.main([*words, *more]) == 0
     quick = capsys.readouterr()
     assert " of 4, " not in quick.err and " steps in " not in quick.err
-    monkeypatch.setattr(command, "Pace", partial(Pace, now=Clock(), every=0.0))
+    monkeypatch.setattr(command, "VerificationProgress", partial(VerificationProgress, now=Clock(), every=0.0))
     assert cli.main([*words, *more]) == 0
     told = capsys.readouterr()
     assert told.out == quick.out and "sizes of rows" in told.out

@@ -11,7 +11,7 @@ import torch
 from distkit import run_ranks
 from trainkit import CAPACITIES, tiny, trainer
 
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.graphed import Control
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
@@ -47,7 +47,7 @@ def run_one(mesh, config, slow_replay, slow_eager):
 
     def claiming(self, args, kwargs):
         result = claim(self, args, kwargs)
-        time.sleep(slow_replay if isinstance(result, Claim) else slow_eager)
+        time.sleep(slow_replay if isinstance(result, ReplayHandle) else slow_eager)
         return result
 
     with shared_folder(mesh) as folder, mock.patch.object(Control, "claim", claiming):

@@ -19,7 +19,7 @@ from packgraph.packing.pack import pack
 from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
@@ -188,7 +188,7 @@ def test_a_call_says_over_how_many_ranks_its_row_is_spread():
 
 def test_what_cannot_be_is_refused_with_reasons():
     def problems(layout, world, **options):
-        return disagreements(config(layout, **options), "cpu", world=world)
+        return validate(config(layout, **options), "cpu", world=world)
 
     assert any("num_heads (4) must be a multiple of 3" in problem for problem in problems(Layout(dp=1, cp=3), 3))
     assert any("num_heads (4 / tp 2) must be" in problem for problem in problems(Layout(dp=1, cp=4, tp=2), 8))

@@ -11,7 +11,7 @@ from torch import nn
 
 from packgraph.ops.collectives import all_gather_flat
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.gradient_buckets import ALIGNMENT, plan_spans
+from packgraph.parallel.gradient_buckets import ALIGNMENT, plan_gradient_buckets
 from packgraph.train.step import own_share
 
 STEPS = 10
@@ -21,7 +21,7 @@ STEPS = 10
        st.one_of(st.none(), st.integers(1, 5000)))
 def test_every_parameter_lies_in_one_span(parameters, ranks, most):
     sizes, kinds = [size for size, _ in parameters], [kind for _, kind in parameters]
-    spans = plan_spans(sizes, kinds, ranks, most)
+    spans = plan_gradient_buckets(sizes, kinds, ranks, most)
     assert sorted(member.index for span in spans for member in span.members) == list(range(len(sizes)))
     for span in spans:
         assert span.size % (ranks * ALIGNMENT) == 0

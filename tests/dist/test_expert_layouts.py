@@ -9,7 +9,7 @@ from trainkit import tiny, trainer
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.parallel.mesh import Layout
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -55,9 +55,9 @@ def test_tensor_parallel_ranks_have_copies_of_experts(tmp_path):
 
 
 def test_what_cannot_be_captured_or_split_is_refused_at_once():
-    dense_first = disagreements(config(ParallelConfig(pp=2), 1, scope=("moe_router",)), "cpu", world=2)
+    dense_first = validate(config(ParallelConfig(pp=2), 1, scope=("moe_router",)), "cpu", world=2)
     assert any("leaves nothing to capture on parts [0] of" in text for text in dense_first)
-    assert not disagreements(config(ParallelConfig(pp=2), 1, scope=("moe_router", "attn")), "cpu", world=2)
-    rows = disagreements(config(ParallelConfig(tp=2)), "cpu", world=2)
+    assert not validate(config(ParallelConfig(pp=2), 1, scope=("moe_router", "attn")), "cpu", world=2)
+    rows = validate(config(ParallelConfig(tp=2)), "cpu", world=2)
     assert any("with parallel.sequence is not there yet with experts" in text for text in rows)
-    assert not disagreements(config(ParallelConfig(tp=2, sequence=False)), "cpu", world=2)
+    assert not validate(config(ParallelConfig(tp=2, sequence=False)), "cpu", world=2)

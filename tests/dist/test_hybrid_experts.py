@@ -8,7 +8,7 @@ from distkit import run_ranks
 from packgraph.verification.matrix import budget_over, random_packs, tiny_hybrid_config
 from packgraph.verification.ranks import verify_ranks
 from packgraph.parallel.mesh import Layout
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.options import ParallelConfig
 
 pytestmark = pytest.mark.dist
@@ -47,7 +47,7 @@ def verified(mesh, settings):
 def test_hybrids_whose_ranks_share_experts_are_verified(layout, granularity, scope, options):
     settings = config(layout, granularity, scope, **options)
     world = layout.dp * layout.pp * layout.cp
-    assert not disagreements(settings, "cpu", world=world)
+    assert not validate(settings, "cpu", world=world)
     reports = run_ranks(verified, world, settings, layout=layout, seconds=300.0)
     assert all(report.good for report in reports), reports[0]
     for rank in reports[0].ranks:

@@ -22,7 +22,7 @@ from packgraph.packing.pack import pack
 from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
@@ -240,8 +240,8 @@ def test_a_changed_document_leaves_the_bits_of_others():
 
 
 def test_what_cannot_be_is_refused_with_reasons():
-    tensor = disagreements(config(Layout(dp=1, tp=2)), "cpu", world=2)
+    tensor = validate(config(Layout(dp=1, tp=2)), "cpu", world=2)
     assert any("attention and SwiGLU only, not with model.pattern 'M*-E'" in problem for problem in tensor)
-    three = disagreements(config(Layout(dp=1, cp=3), capacities=CAPACITIES), "cpu", world=3)
+    three = validate(config(Layout(dp=1, cp=3), capacities=CAPACITIES), "cpu", world=3)
     assert any("4 heads in 2 groups cannot be shared by 3 ranks" in problem for problem in three)
-    assert not disagreements(config(CP4), "cpu", world=4)
+    assert not validate(config(CP4), "cpu", world=4)

@@ -15,7 +15,7 @@ from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
 from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
 from packgraph.moe.dispatch.choose import make_dispatcher
-from packgraph.moe.peer_read.plan import plan_pull
+from packgraph.moe.peer_read.plan import plan_peer_read
 from packgraph.moe.permute.api import plan_rows
 from packgraph.moe.permute.segments import before, count_rows, place_segments
 from packgraph.moe.peer_read.buffers import SymmetricBuffers, symmetric_problem
@@ -187,7 +187,7 @@ def refuse_buffers(mesh):
     with pytest.raises(ValueError, match="100 rows do not go through symmetric buffers of 80 rows"):
         dispatcher.combine(x.new_zeros(100, 6), plan)
     with pytest.raises(ValueError, match="cannot be numbered in 32 bits"):
-        plan_pull(experts, EXPERTS, 2, mesh.rank, 2**30, "")
+        plan_peer_read(experts, EXPERTS, 2, mesh.rank, 2**30, "")
     with pytest.raises(RuntimeError, match="memory of GPUs, not of cpu; use dispatcher = padded"):
         SymmetricBuffers(group, pairs, 1.0, 6, torch.float32, torch.device("cpu"))
     return True

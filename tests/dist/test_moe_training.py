@@ -16,7 +16,7 @@ from packgraph.packing.pack import pack
 from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import Layout
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -158,9 +158,9 @@ def test_a_run_that_goes_on_is_bitwise_the_run_that_never_stopped(tmp_path):
 
 def test_what_cannot_be_is_refused_with_reasons():
     settings = config(EP2, dispatcher="host_splits", scope=("moe_router", "moe_preprocess"))
-    assert any("makes the host wait" in problem for problem in disagreements(settings, "cpu", world=2))
+    assert any("makes the host wait" in problem for problem in validate(settings, "cpu", world=2))
     dense = dataclasses.replace(settings, model=dataclasses.replace(settings.model, experts=ExpertConfig()),
                                 graph=dataclasses.replace(settings.graph, scope=None))
-    assert any("model.experts.count is 0" in problem for problem in disagreements(dense, "cpu", world=2))
+    assert any("model.experts.count is 0" in problem for problem in validate(dense, "cpu", world=2))
     with pytest.raises(ValueError, match="local sends nothing"):
         ParallelConfig(ep=2, dispatcher="local")

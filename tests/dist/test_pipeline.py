@@ -13,7 +13,7 @@ import packgraph
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.parallel.pipeline.in_flight import Flight
+from packgraph.parallel.pipeline.in_flight import InFlight
 from packgraph.parallel.pipeline.links import Links, make_links
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pipeline.executor import Pipeline, PipelineError
@@ -205,8 +205,8 @@ def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(mo
         self.ticket.release()
 
     eager = run("eager", 2, 1, COUNTS[:4])
-    monkeypatch.setattr(Flight, "finish", finish)
-    monkeypatch.setattr(Flight, "delivered", lambda self: True)
+    monkeypatch.setattr(InFlight, "finish", finish)
+    monkeypatch.setattr(InFlight, "delivered", lambda self: True)
     graphs = run("chunk", 2, 1, COUNTS[:4], slow=SlowGradients, poison=True)
     with pytest.raises(AssertionError, match="differs at"):
         assert_equal(eager, graphs)

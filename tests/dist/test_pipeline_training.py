@@ -13,7 +13,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.checkpoint_reader import CheckpointError, read_metadata_file
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -152,9 +152,9 @@ def test_a_checkpoint_of_more_layers_is_refused_on_all_ranks(tmp_path):
 def test_what_cannot_be_a_pipeline_is_said_at_once():
     settings = config(Layout(dp=1, pp=4), 4, chunks=2, layers=4, scope=("head",))
     settings = dataclasses.replace(settings, parallel=ParallelConfig(dp=1, pp=4, chunks=2, tp=2))
-    text = "\n".join(disagreements(settings, "cpu", world=8))
+    text = "\n".join(validate(settings, "cpu", world=8))
     assert "parallel.pp = 4 x parallel.chunks = 2 needs at least as many layers, model.num_layers is 4" in text
     assert "head is on the last one only" in text
-    assert not disagreements(config(Layout(dp=2, pp=2, tp=2), 4), "cpu", world=8)
+    assert not validate(config(Layout(dp=2, pp=2, tp=2), 4), "cpu", world=8)
     alone = dataclasses.replace(settings, parallel=ParallelConfig(dp=1, chunks=2))
-    assert "parallel.chunks = 2 needs parallel.pp" in "\n".join(disagreements(alone, "cpu"))
+    assert "parallel.chunks = 2 needs parallel.pp" in "\n".join(validate(alone, "cpu"))

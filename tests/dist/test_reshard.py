@@ -21,7 +21,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces, rectangles
 from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.options import ParallelConfig
 from packgraph.train.random_state import random_states
 from packgraph.train.run_folder import check_same_run
@@ -195,12 +195,12 @@ def test_a_damaged_file_of_one_rank_is_refused_by_all(tmp_path):
 
 def test_layouts_that_do_not_fit_are_refused_all_at_once():
     made = dataclasses.replace(tiny(), parallel=ParallelConfig(dp=3, tp=4))
-    problems = "\n".join(disagreements(made, "cpu", world=4))
+    problems = "\n".join(validate(made, "cpu", world=4))
     assert "needs 12 processes, but 4 were started" in problems
     assert "num_kv_heads to be a multiple of it; it is 1" in problems
     odd = config(Layout(dp=1, tp=2), 3)
     odd = dataclasses.replace(odd, graph=dataclasses.replace(odd.graph, capacities=(Capacity(15, 2),)))
-    assert "multiple of it, not 15" in "\n".join(disagreements(odd, "cpu", world=2))
+    assert "multiple of it, not 15" in "\n".join(validate(odd, "cpu", world=2))
     with pytest.raises(ValueError, match="tp must be at least 1, got 0"):
         ParallelConfig(tp=0)
 

@@ -17,7 +17,7 @@ from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.train.build import build_chunks
 from packgraph.train.config import ConfigError
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
@@ -83,13 +83,13 @@ def test_it_is_refused_where_there_is_no_such_memory():
     with pytest.raises(ConfigError, match=r"with parallel\.ep = 1: symmetric memory is memory of GPUs, not of"):
         build_chunks(config(Layout(dp=1), "symmetric"), torch.device("cpu"), single_process())
     settings = config(EP2, "symmetric")
-    (problem,) = disagreements(settings, "cpu", world=2)
+    (problem,) = validate(settings, "cpu", world=2)
     assert "parallel.dispatcher = symmetric with parallel.ep = 2" in problem and "use dispatcher = padded" in problem
     moving = dataclasses.replace(config(EP2, "symmetric", compile=True), offload=OffloadConfig(modules=("layer",)))
-    assert any("a compiled layer saves would move" in problem for problem in disagreements(moving, "cuda", world=2))
+    assert any("a compiled layer saves would move" in problem for problem in validate(moving, "cuda", world=2))
     large = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, dp=None, ep=16))
     assert any("symmetric memory is for 2 to 8 ranks of one host, not 16" in problem
-               for problem in disagreements(large, "cuda", world=16))
+               for problem in validate(large, "cuda", world=16))
 
 
 def refused(mesh):

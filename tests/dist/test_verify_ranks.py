@@ -29,7 +29,7 @@ from packgraph.verification.one_process import (
     compare_with_one_process,
     relative_distance,
 )
-from packgraph.verification.progress import SILENT, Pace
+from packgraph.verification.progress import SILENT, VerificationProgress
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import print_ranks_report, print_ranks_total
 from packgraph.verification.verify import VerifyReport
@@ -59,7 +59,7 @@ def both(mesh, settings):
 
 
 def asks_everyone(mesh, settings):
-    made = side.Side(settings, CPU, mesh)
+    made = side.ComparedRun(settings, CPU, mesh)
     made.close()
     return mesh.everyone() is not None and made.executor.everyone is mesh.everyone()
 
@@ -112,7 +112,7 @@ def test_a_step_that_lacks_room_for_experts_is_made_again_before_it_is_compared(
 def told(mesh, settings):
     lines = []
     report = verify_ranks("told", settings, packs, CPU, mesh, budget=budget_of,
-                          pace=Pace(lines.append, lambda: 0.0, every=0.0) if mesh.rank == 0 else SILENT)
+                          pace=VerificationProgress(lines.append, lambda: 0.0, every=0.0) if mesh.rank == 0 else SILENT)
     return report, lines
 
 

@@ -9,12 +9,12 @@ import torch
 from distkit import CPU, RankFailed, run_ranks
 from trainkit import RandomPacks, tiny
 
-from packgraph.verification.compared_run import Side
+from packgraph.verification.compared_run import ComparedRun
 from packgraph.graphs import graphed as graphed_module
 from packgraph.graphs import step as step_module
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.consensus import LostPartnersError, StoreVote, replica_vote, stage_vote
+from packgraph.parallel.consensus import LostPartnersError, StoreConsensus, replica_consensus, stage_consensus
 from packgraph.train import memory_budget
 from packgraph.train.options import ParallelConfig
 from packgraph.train.step import take_step
@@ -35,10 +35,10 @@ def config(layout, granularity):
 def voting(mesh):
     """The verdicts of a few votes."""
     if mesh.rank < 2:  # a circle of some, whose votes say nothing to all
-        assert StoreVote("test", range(2), patience=1.0)("something else", None) is None
-    vote = StoreVote("test", range(mesh.world), patience=1.0)
+        assert StoreConsensus("test", range(2), patience=1.0)("something else", None) is None
+    vote = StoreConsensus("test", range(mesh.world), patience=1.0)
     told = [vote("the first", None), vote("the second", FAILED if mesh.rank == 1 else None)]
-    again = StoreVote("test", range(mesh.world), patience=1.0)
+    again = StoreConsensus("test", range(mesh.world), patience=1.0)
     told.append(again("the first of others", None))
     late = None
     if mesh.rank < 2:  # rank 2 never comes, as if it waited for one of these
@@ -60,7 +60,7 @@ def test_a_failure_of_one_is_one_of_all_and_nobody_waits_for_ever():
 
 
 def circles(mesh):
-    return [vote._ranks if isinstance(vote, StoreVote) else [] for vote in (stage_vote(mesh), replica_vote(mesh))]
+    return [vote._ranks if isinstance(vote, StoreConsensus) else [] for vote in (stage_consensus(mesh), replica_consensus(mesh))]
 
 
 @pytest.mark.parametrize(("layout", "stage", "replica"), [
@@ -89,9 +89,9 @@ def failing(what, when, culprit, rank):
 
 def trained(mesh, settings, what, when, patience):
     """Losses and gradients of some steps, by eager training and by graphs of which one fails on the last rank."""
-    packs, sides = RandomPacks(), [Side(dataclasses.replace(settings, graph=dataclasses.replace(
+    packs, sides = RandomPacks(), [ComparedRun(dataclasses.replace(settings, graph=dataclasses.replace(
         settings.graph, enabled=enabled)), CPU, mesh) for enabled in (False, True)]
-    sides[1].executor.vote_by(stage_vote(mesh, patience), replica_vote(mesh, patience))
+    sides[1].executor.vote_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
     trace = ([], [])
     with failing(what, when, mesh.world - 1, mesh.rank), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PackgraphWarning)

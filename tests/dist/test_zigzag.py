@@ -21,7 +21,7 @@ from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
 from packgraph.train.context_rows import context_notes, places_multiple
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.presets import hybrid_tiny
@@ -183,7 +183,7 @@ def test_documents_that_do_not_fit_when_padded_are_refused():
 
 def test_a_run_takes_zigzag_where_heads_cannot_be_shared():
     def problems(layout, world, **options):
-        return disagreements(config(layout, **options), "cpu", world=world)
+        return validate(config(layout, **options), "cpu", world=world)
 
     assert not problems(CP4, 4, kind="auto") and not problems(CP2, 2)
     assert any("num_heads (6) must be a multiple of 4" in problem for problem in problems(CP4, 4, kind="ulysses"))
@@ -201,6 +201,6 @@ def test_a_run_takes_zigzag_where_heads_cannot_be_shared():
 
 def test_layers_that_scan_rows_in_order_are_not_cut():
     hybrid = dataclasses.replace(hybrid_tiny(), parallel=ParallelConfig(dp=1, cp=2, cp_kind="zigzag"))
-    assert any("cannot be cut in zigzag for Mamba-2" in problem for problem in disagreements(hybrid, "cpu", world=2))
+    assert any("cannot be cut in zigzag for Mamba-2" in problem for problem in validate(hybrid, "cpu", world=2))
     hybrid = dataclasses.replace(hybrid, parallel=ParallelConfig(dp=1, cp=2))
-    assert not disagreements(hybrid, "cpu", world=2) and places_multiple(hybrid) == 1
+    assert not validate(hybrid, "cpu", world=2) and places_multiple(hybrid) == 1

@@ -27,7 +27,7 @@ from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
 from packgraph.verification.compare import first_difference
-from packgraph.verification.compared_run import Side
+from packgraph.verification.compared_run import ComparedRun
 from packgraph.verification.ranks import verify_ranks
 from packgraph.verification.switching import SwitchingSteps
 
@@ -76,8 +76,9 @@ def soak(config, device, steps):
     request = context_request(config, mesh.world, device)
     drawn = plan_steps(16, request, config.parallel.cp, VOCABULARY, longest=request.longest, mean=request.tokens / 2,
                        sigma=1.5, seed=7)
-    eager, graph = (Side(dataclasses.replace(config, graph=dataclasses.replace(config.graph, enabled=enabled)), device,
-                         mesh) for enabled in (False, True))
+    eager, graph = (
+        ComparedRun(dataclasses.replace(config, graph=dataclasses.replace(config.graph, enabled=enabled)), device, mesh)
+        for enabled in (False, True))
     wrong, warm, note = [], None, "rows were not timed"
     for number, step in enumerate(itertools.islice(itertools.cycle(drawn), steps)):
         if number == WARM:

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from trainkit import RandomPacks, state_of, tiny, trainer
 
 from packgraph.bench.timing import pinned_bytes
-from packgraph.graphs.cuda.copy_streams import CudaLanes
+from packgraph.graphs.cuda.copy_streams import CudaCopyStreams
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.memory.trace import trace_memory
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
@@ -58,7 +58,7 @@ def settings(layers: int = 3, experts: bool = False) -> DecoderConfig:
 
 def slow(monkeypatch: pytest.MonkeyPatch, *lanes: str) -> None:
     """Every copy of these lanes begins with a spin."""
-    queue = CudaLanes._queue
+    queue = CudaCopyStreams._queue
 
     def spinning(self, lane, *rest):
         if lane in lanes:
@@ -67,7 +67,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, *lanes: str) -> None:
                 torch.cuda._sleep(SPIN)
         return queue(self, lane, *rest)
 
-    monkeypatch.setattr(CudaLanes, "_queue", spinning)
+    monkeypatch.setattr(CudaCopyStreams, "_queue", spinning)
 
 
 @pytest.mark.parametrize("late", [("out",), ("back",), ("out", "back")])
@@ -107,8 +107,8 @@ import test_offload_gpu as this
 expected = this.train(this.settings(), **this.BF16)[0]
 with pytest.MonkeyPatch.context() as patch:
     this.slow(patch, "back")
-    wait = this.CudaLanes.wait
-    patch.setattr(this.CudaLanes, "wait", lambda self, copy: None if copy.lane == "back" else wait(self, copy))
+    wait = this.CudaCopyStreams.wait
+    patch.setattr(this.CudaCopyStreams, "wait", lambda self, copy: None if copy.lane == "back" else wait(self, copy))
     found = this.train(this.settings(), this.DENSE, **this.BF16)[0]
     torch.cuda.synchronize()
 print("the same" if this.same(found, expected) else "different")
@@ -238,7 +238,7 @@ def test_a_run_that_plans_by_its_graphs_is_bitwise_one_that_does_not_offload(gra
 def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules):
     """But for workspaces, which torch keeps for the stream: the module's, and with the first those of eager work."""
     left = []
-    free_unused(CUDA)
+    free_memory(CUDA)
     gc.disable()
     try:
         for _ in range(3):
@@ -301,7 +301,7 @@ def test_the_pool_is_what_was_predicted_before_the_capture(way):
 
 def test_host_memory_is_pinned_once():
     """Eager passes, rehearsals, a capture that is thrown away and the one that stays take it one after the other."""
-    free_unused(CUDA)
+    free_memory(CUDA)
     before = pinned_bytes(CUDA)
     graphed, engine, arguments = warmed(LARGE, DENSE, capacity=Capacity(8192, 16), device=CUDA, dtype=torch.bfloat16,
                                         min_bytes=2**20)
@@ -314,5 +314,5 @@ def test_host_memory_is_pinned_once():
     assert 2**30 < taken <= 1.1 * eager
     graphed.close()
     del engine, graphed
-    free_unused(CUDA)
+    free_memory(CUDA)
     assert pinned_bytes(CUDA) == before

@@ -4,7 +4,7 @@ import torch
 from pullkit import NAN, Peers, draw_experts
 
 from packgraph.moe.peer_read.buffers import rows_for
-from packgraph.moe.peer_read.plan import PullPlan, locate
+from packgraph.moe.peer_read.plan import PeerReadPlan, locate
 from packgraph.moe.permute.api import RowPlan, combine_rows, plan_rows
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def test_rows_travel_bit_by_bit(ranks, tokens, places, factor, width):
     everyone = draw_experts(ranks, tokens, places, COUNT, "mixed").cuda().flatten(0, 1)
     ordered = plan_rows(everyone, COUNT, everyone.numel())
     on_host = RowPlan(*(field.cpu() for field in ordered))
-    plans = [PullPlan(*locate(everyone, ordered, ranks, rank, rows)) for rank in range(ranks)]
+    plans = [PeerReadPlan(*locate(everyone, ordered, ranks, rank, rows)) for rank in range(ranks)]
     for rank, plan in enumerate(plans):
         expected = locate(everyone.cpu(), on_host, ranks, rank, rows)
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(plan, expected, strict=True))

@@ -30,7 +30,7 @@ from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 
 SHAPES = {
     "tiny": DecoderConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4,
@@ -121,7 +121,7 @@ def main():
     device = torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     use_deterministic_kernels(device)
     config = settings(options, device)
-    problems = disagreements(config, device.type, world=launch.world)
+    problems = validate(config, device.type, world=launch.world)
     if problems:
         raise SystemExit("; ".join(problems))
     with processes(config.parallel.layout(), device, launch) as mesh, tempfile.TemporaryDirectory() as here:

@@ -34,7 +34,7 @@ class Check:
     gradient_norm: float
 
 
-class Contest:
+class Comparison:
     """What is known of each way of one group."""
 
     def __init__(self, names: Sequence[str]) -> None:

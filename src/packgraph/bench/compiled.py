@@ -11,7 +11,7 @@ from typing import Any
 import torch._dynamo
 from torch import Tensor, nn
 
-from packgraph.graphs.compile_units import pieces_of
+from packgraph.graphs.compile_units import compile_units_of
 from packgraph.graphs.compiled.compiler import Compiler
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.stages import Stage, State, run_stages
@@ -41,7 +41,7 @@ class CompiledStack(nn.Module):
         own = backend == "inductor" and mode is None
         make = None if own else partial(torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False)
         self._compiler = Compiler("inductor", Stats(), make)
-        self._pieces = pieces_of(model.stages())
+        self._pieces = compile_units_of(model.stages())
 
     def begin(self, *args: Any, **kwargs: Any) -> State:
         return self.model.begin(*args, **kwargs)

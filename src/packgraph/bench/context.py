@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from packgraph.bench.comparison import Check, Contest, Sample, agreement
+from packgraph.bench.comparison import Check, Comparison, Sample, agreement
 from packgraph.bench.context_steps import DYNAMIC, FIXED, PlannedStep, plan_steps
 from packgraph.bench.context_variant import ContextWay, row_timer
 from packgraph.bench.models import FreshModel, dtype_on, shape
-from packgraph.bench.ranks import Company
+from packgraph.bench.ranks import BenchRanks
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import (
     Deadline,
@@ -33,7 +33,7 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.kind import ContextWish
 from packgraph.packing.buckets.cost import FLASH4, CostModel
@@ -43,7 +43,7 @@ from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.assignment import Sharing
+from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.executor import sample_batch
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import OptimizerConfig
@@ -116,7 +116,7 @@ def bench_context(options: ContextOptions, device: torch.device, launch: Launch,
 
 def measure_context(options: ContextOptions, device: torch.device, mesh: Mesh, rows: Rows, deadline: Deadline) -> None:
     """Measure everything in `options`; one row per number of tokens and way. Collective."""
-    company = Company()
+    company = BenchRanks()
     for tokens in options.tokens:
         _ContextBench(options, tokens, device, mesh, company, deadline).measure(rows)
         start_anew(device)
@@ -125,14 +125,14 @@ def measure_context(options: ContextOptions, device: torch.device, mesh: Mesh, r
 class _ContextBench:
     """All ways at one number of tokens per rank, on this rank."""
 
-    def __init__(self, options: ContextOptions, tokens: int, device: torch.device, mesh: Mesh, company: Company,
+    def __init__(self, options: ContextOptions, tokens: int, device: torch.device, mesh: Mesh, company: BenchRanks,
                  deadline: Deadline) -> None:
         self.options, self.tokens, self.device, self.mesh = options, tokens, device, mesh
         self.company, self.deadline = company, deadline
         self.model = FreshModel(options.config, device=device, dtype=dtype_on(device)).train()
         spread_context(self.model, mesh, tokens, KIND)
         self.optimizer = Optimizer(self.model.named_parameters(), OptimizerConfig(), mesh)
-        self.sharing = Sharing.of(mesh, tokens)
+        self.sharing = MicrobatchAssignment.of(mesh, tokens)
         self.steps: list[PlannedStep] = []
         self.cost: ContextCost | None = None
         self.cost_note = ""
@@ -147,7 +147,7 @@ class _ContextBench:
 
     def measure(self, rows: Rows) -> None:
         """Prepare all ways, let them take turns, close them; write their rows."""
-        contest, ways, doing = Contest(self.options.ways), dict[str, ContextWay](), [self.options.ways[0]]
+        contest, ways, doing = Comparison(self.options.ways), dict[str, ContextWay](), [self.options.ways[0]]
         try:
             with self.company.leaving(contest, doing, rows):
                 self._measure(contest, ways, doing)
@@ -155,7 +155,7 @@ class _ContextBench:
             for name in contest.names:
                 rows.add(self._row(contest, name))
 
-    def _measure(self, contest: Contest, ways: dict[str, ContextWay], doing: list[str]) -> None:
+    def _measure(self, contest: Comparison, ways: dict[str, ContextWay], doing: list[str]) -> None:
         self._plan(doing)
         for name in contest.names:
             doing[0] = name
@@ -210,15 +210,15 @@ class _ContextBench:
             self.ready[way.name] = way, before, built
         else:
             way.close()
-        free_unused(self.device)
+        free_memory(self.device)
         self.cost_seconds = round(max(self.company.gather(time.monotonic() - began)), 3)
         self.steps = plan_steps(STEPS, request, options.fixed, options.config.vocab_size, longest=options.longest,
                                 mean=options.mean, sigma=options.sigma, seed=options.seed)
         self.plan_ms = max(self.company.gather(statistics.median(step.plan_ms for step in self.steps)))
 
-    def _prepare(self, contest: Contest, ways: dict[str, ContextWay], name: str) -> None:
+    def _prepare(self, contest: Comparison, ways: dict[str, ContextWay], name: str) -> None:
         """Make a way, warm it up, capture, check what it computes, measure its memory. Collective."""
-        free_unused(self.device)
+        free_memory(self.device)
         began, spent = time.monotonic(), 0.0
         if name in self.ready:
             way, before, spent = self.ready.pop(name)
@@ -261,7 +261,7 @@ class _ContextBench:
         return Sample({"step_ms": 1000 * max(whole for whole, _ in every),
                        "host_ms": 1000 * max(host for _, host in every)}, step.tokens)
 
-    def _largest_alone(self, contest: Contest) -> None:
+    def _largest_alone(self, contest: Comparison) -> None:
         """What the bank of a way takes over a bank of one bucket: of the one that takes most, which is the fullest of
         some size (rows on one rank have most heads there, rows on all have most tokens in a head). Not compiled, which
         takes minutes. Collective."""
@@ -277,14 +277,14 @@ class _ContextBench:
 
     def _pool_alone(self, name: str, bucket: Capacity) -> int:
         """Bytes that a bank of one bucket takes on the rank where it takes most; 0 where it failed. Collective."""
-        free_unused(self.device)
+        free_memory(self.device)
         way = self._way(name, [bucket])
         failed = self.company.first_reason(way.build([sample_batch(bucket)])) is not None
         taken = 0 if failed else max(self.company.gather(way.executor.pool_bytes()))
         way.close()
         return taken
 
-    def _row(self, contest: Contest, name: str) -> Row:
+    def _row(self, contest: Comparison, name: str) -> Row:
         options, steps = self.options, self.steps
         kind = name.partition("+")[0]
         what = {"benchmark": "context", "way": name, "model": options.model, "layers": options.config.num_layers,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from packgraph.bench.models import FreshModel
-from packgraph.bench.ranks import Company
+from packgraph.bench.ranks import BenchRanks
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -66,6 +66,6 @@ class ContextWay:
         self.executor.close()
 
 
-def row_timer(way: ContextWay, company: Company, device: torch.device) -> TimeRow:
+def row_timer(way: ContextWay, company: BenchRanks, device: torch.device) -> TimeRow:
     """Times rows by `way`; the slowest rank counts. Collective."""
     return time_row(way.executor, device, lambda number: max(company.gather(number)))

@@ -18,7 +18,7 @@ from packgraph.bench.parts import Work, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
 from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew
 from packgraph.bench.variants import Graphed, Way, room_for_code
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 
@@ -57,7 +57,7 @@ def bench_memory(options: MemoryOptions, device: torch.device, rows: Rows, deadl
         for buckets in (0, *options.banks):
             with room_for_code():
                 found, reason = attempt_alone(partial(_measure, options, model, device, tokens, buckets), deadline)
-            free_unused(device)
+            free_memory(device)
             eager = eager or found
             rows.add({"benchmark": "memory", "way": _name(buckets), "part": options.part, "model": options.model,
                       "layers": model.config.num_layers, "tokens": tokens, "documents": options.documents,
@@ -85,12 +85,12 @@ def _measure(options: MemoryOptions, model: DecoderStack, device: torch.device, 
     drawn = one_each(shapes, model.config.vocab_size, mean=options.mean, sigma=options.sigma, seed=options.seed)
     batches = [batch.to(device) for batch in drawn]
     work = Work(model, tokens, real=min(batch.num_tokens for batch in drawn))
-    free_unused(device)
+    free_memory(device)
     before, reserved, free = held_bytes(device), _reserved(device), _free(device)
     way = Graphed("chunk", work, shapes, "chunk", options.compile) if buckets else Way("eager", work)
     try:
         way.prepare(batches)
-        free_unused(device)
+        free_memory(device)
         peak = peak_bytes(device, lambda: _run(way, batches))
         return {"peak_bytes": None if peak is None or before is None else peak - before,
                 "reserved_bytes": None if reserved is None else torch.cuda.max_memory_reserved(device) - reserved,

@@ -50,13 +50,13 @@ from packgraph.bench.timing import (
 )
 from packgraph.bench.variants import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.memory.trace import predict_bank, trace_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.offloading.runtime import PARTS, Offload, Policy
+from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import simulate_offload
 from packgraph.packing.capacity import Capacity
@@ -123,7 +123,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
         for way in ways:
             with room_for_code():
                 found, reason = attempt_alone(partial(_measure, options, model, device, tokens, way, speed), deadline)
-            free_unused(device)
+            free_memory(device)
             kept = found if way == "kept" else kept
             if found is not None and tokens > known[way]:
                 known[way] = tokens
@@ -172,10 +172,11 @@ class _Run:
         self.model, self.device = twin(model, options.attention), device
         work = Work(self.model, tokens, real=min(batch.num_tokens for batch in drawn))
         self.way = Graphed("chunk", work, [capacity], "chunk", options.compile)
-        self.engine: Offload | None = None
+        self.engine: OffloadRuntime | None = None
         if policy is not None or follows is not None:
-            self.engine = Offload(options.modules, self.way.graphed.capture_backend.lanes, min_bytes=options.min_bytes,
-                                  in_flight=options.in_flight, policy=policy, parts=1 if follows is None else PARTS)
+            self.engine = OffloadRuntime(options.modules, self.way.graphed.capture_backend.lanes,
+                                         min_bytes=options.min_bytes, in_flight=options.in_flight, policy=policy,
+                                         parts=1 if follows is None else PARTS)
             attach(self.engine, self.model)
         if self.engine is not None and follows is not None:
             self.engine.follow(*follows)
@@ -185,7 +186,7 @@ class _Run:
 
     def __exit__(self, *error: object) -> None:
         self.way.close()
-        free_unused(self.device)
+        free_memory(self.device)
 
     def prepare(self) -> None:
         """Trace, plan and capture."""
@@ -195,7 +196,7 @@ class _Run:
         """As `prepare`; the bytes of the pool that were predicted before the capture."""
         self.way.warm_up(self.batches)
         predicted = self._predicted_pool()
-        free_unused(self.device)
+        free_memory(self.device)
         self.way.capture(self.batches)
         return predicted
 
@@ -223,12 +224,12 @@ def _measure(options: OffloadOptions, model: DecoderStack, device: torch.device,
              speed: CopySpeed) -> Row:
     policy, traced = _policy(options, model, device, tokens, way, speed)
     known = {} if way != "kept" else {"kept_for_backward_bytes": _kept_bytes(options, model, device, tokens)}
-    free_unused(device)
+    free_memory(device)
     pinned_peak_bytes(device)
     before = held_bytes(device)
     with _Run(options, model, device, tokens, policy, traced.followed if traced is not None else None) as run:
         predicted, preparing = with_most_bytes(device, run.prepare_foretold)
-        free_unused(device)
+        free_memory(device)
         peak = peak_bytes(device, run.calls)
         laps = [time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(options.rounds)]
         plan = run.engine.plan if run.engine is not None else None
@@ -329,8 +330,8 @@ def _trace(options: OffloadOptions, model: DecoderStack, device: torch.device, t
     """Eager microbatches that move nothing: the last one's times, since the first one makes what is made once."""
     with _Run(replace(options, calls=1), model, device, tokens, None) as run:
         way, batch = run.way, run.batches[0]
-        engine = Offload(options.modules, way.graphed.capture_backend.lanes, min_bytes=options.min_bytes, measures=True,
-                         parts=PARTS)
+        engine = OffloadRuntime(options.modules, way.graphed.capture_backend.lanes, min_bytes=options.min_bytes,
+                                measures=True, parts=PARTS)
         attach(engine, run.model)
         for _ in range(3):
             torch.autograd.backward(way.graphed.run_eagerly(*way.work.arguments(batch)), way.work.incoming(batch))
@@ -353,7 +354,7 @@ def _largest(options: OffloadOptions, model: DecoderStack, device: torch.device,
     """The row of the most tokens that run. known: so many do; takes: by a token of theirs."""
     def runs(tokens: int) -> bool:
         found, reason = attempt_alone(partial(_run_once, options, model, device, tokens, way, speed), Deadline(None))
-        free_unused(device)
+        free_memory(device)
         if found is None and not any(text in (reason or "") for text in OUT_OF_MEMORY):
             raise RuntimeError(f"at {tokens} tokens: {reason}")
         return found is not None

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from packgraph.bench.comparison import Check, Contest, Sample, agreement, groups
+from packgraph.bench.comparison import Check, Comparison, Sample, agreement, groups
 from packgraph.bench.models import FreshModel, draw_batches, dtype_on, shape, squared_gradients, zero_gradients
 from packgraph.bench.pipeline_variant import PIPELINE_WAYS, PipelineWay
-from packgraph.bench.ranks import Company
+from packgraph.bench.ranks import BenchRanks
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import (
     Deadline,
@@ -27,7 +27,7 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -93,10 +93,10 @@ def bench_pipeline(options: PipelineOptions, device: torch.device, launch: Launc
     """Connect the processes of `launch` and measure. Raises on every rank's own errors after writing what there is."""
     with processes(Layout(dp=1, pp=options.ranks), device, launch, TIMEOUT) as mesh:
         links = make_links(mesh)
-        measure_pipeline(options, device, links, Company(), rows, deadline)
+        measure_pipeline(options, device, links, BenchRanks(), rows, deadline)
 
 
-def measure_pipeline(options: PipelineOptions, device: torch.device, links: Links, company: Company, rows: Rows,
+def measure_pipeline(options: PipelineOptions, device: torch.device, links: Links, company: BenchRanks, rows: Rows,
                      deadline: Deadline) -> None:
     """Measure everything in `options`; one row per number of tokens and way. Collective."""
     stages = options.ranks * options.chunks
@@ -114,7 +114,7 @@ class _PipelineBench:
     """All ways at one capacity, on this rank."""
 
     def __init__(self, options: PipelineOptions, capacity: Capacity, modules: list[FreshModel], links: Links,
-                 company: Company, deadline: Deadline) -> None:
+                 company: BenchRanks, deadline: Deadline) -> None:
         self.options, self.capacity, self.modules = options, capacity, modules
         self.links, self.company, self.deadline = links, company, deadline
         self.device = next(modules[0].parameters()).device
@@ -131,7 +131,7 @@ class _PipelineBench:
 
     def measure(self, names: list[str], shown: list[str], rows: Rows) -> None:
         """Prepare all ways, let them take turns, close them; write the rows of `shown`."""
-        contest, ways = Contest(names), dict[str, PipelineWay]()
+        contest, ways = Comparison(names), dict[str, PipelineWay]()
         doing = [names[0]]
         try:
             with self.company.leaving(contest, doing, rows):
@@ -140,7 +140,7 @@ class _PipelineBench:
             for name in shown:
                 rows.add(self._row(contest, name))
 
-    def _measure(self, contest: Contest, ways: dict[str, PipelineWay], doing: list[str]) -> None:
+    def _measure(self, contest: Comparison, ways: dict[str, PipelineWay], doing: list[str]) -> None:
         for name in contest.names:
             doing[0] = name
             if self._late():
@@ -149,7 +149,7 @@ class _PipelineBench:
             self._prepare(contest, ways, name)
             if name in contest.reasons and name in ways:
                 ways.pop(name).close()
-            free_unused(self.device)
+            free_memory(self.device)
 
         def run(name: str, number: int) -> None:
             doing[0] = name
@@ -166,15 +166,15 @@ class _PipelineBench:
                 self._shares(contest, ways[name])
         for way in ways.values():
             way.close()
-        free_unused(self.device)
+        free_memory(self.device)
 
     def _late(self) -> bool:
         """Whether the time is up on any rank. Collective."""
         return any(self.company.gather(self.deadline.passed()))
 
-    def _prepare(self, contest: Contest, ways: dict[str, PipelineWay], name: str) -> None:
+    def _prepare(self, contest: Comparison, ways: dict[str, PipelineWay], name: str) -> None:
         """Make a way, capture, warm it up, check what it computes, measure its memory. Collective."""
-        free_unused(self.device)
+        free_memory(self.device)
         before, began = held_bytes(self.device), time.monotonic()
 
         def alone() -> None:
@@ -219,7 +219,7 @@ class _PipelineBench:
                        "host_ms": 1000 * max(host for _, host in every)},
                       sum(batch.num_tokens for batch in batches))
 
-    def _shares(self, contest: Contest, way: PipelineWay) -> None:
+    def _shares(self, contest: Comparison, way: PipelineWay) -> None:
         """bubble_share, idle_share and the milliseconds of each stage, from chunks measured alone. Collective."""
         source: list[list[float]] | None = None
         if way.name != "step":
@@ -241,7 +241,7 @@ class _PipelineBench:
             step_ms = statistics.median(sample.times["step_ms"] for sample in contest.samples[way.name])
             contest.extras[way.name]["idle_share"] = round(1 - mean / step_ms, 4)
 
-    def _row(self, contest: Contest, name: str) -> Row:
+    def _row(self, contest: Comparison, name: str) -> Row:
         options = self.options
         what = {"benchmark": "pipeline", "way": name, "model": options.model, "layers": options.config.num_layers,
                 "dtype": str(dtype_on(self.device)).removeprefix("torch."), "ranks": options.ranks,

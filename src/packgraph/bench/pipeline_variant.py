@@ -13,7 +13,7 @@ from packgraph.bench.timing import Stopwatch, synchronize
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.pipeline.executor import Pipeline
@@ -124,7 +124,7 @@ class PipelineWay:
         like = [torch.zeros((), dtype=self.dtype, device=self.device).expand(hidden.shape).requires_grad_()
                 for hidden in arguments[2:]]  # what the executor claims with: a key has strides in it
         claim = chunk.claim((*arguments[:2], *like), {})
-        if not isinstance(claim, Claim):
+        if not isinstance(claim, ReplayHandle):
             raise RuntimeError(f"a chunk's graphs cannot be timed on their own: {claim}")
         return claim.run(arguments, {})
 

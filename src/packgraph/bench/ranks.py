@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from packgraph.bench.comparison import Contest
+from packgraph.bench.comparison import Comparison
 from packgraph.bench.rows import FAILURES, Rows, why
 
 Result = TypeVar("Result")
 
 
-class Company:
+class BenchRanks:
     """The ranks of a benchmark: all processes of the default group. Collective to make."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Company:
         return None
 
     @contextlib.contextmanager
-    def leaving(self, contest: Contest, doing: list[str], rows: Rows) -> Iterator[None]:
+    def leaving(self, contest: Comparison, doing: list[str], rows: Rows) -> Iterator[None]:
         """A failure of this rank alone ends the block: the others wait for it and cannot be told, so this one writes
         what is known, and leaves. doing: the way that it is at."""
         try:

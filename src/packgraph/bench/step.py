@@ -17,7 +17,7 @@ import torch
 
 from packgraph.bench.bucket_choice import bucket_request, planned_buckets
 from packgraph.bench.busy import busy_time
-from packgraph.bench.comparison import Check, Contest, Sample, agreement, attempt_alone, groups
+from packgraph.bench.comparison import Check, Comparison, Sample, agreement, attempt_alone, groups
 from packgraph.bench.expert_memory import expert_memory, give_rows, measured_memory
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared_gradients, zero_gradients
@@ -34,7 +34,7 @@ from packgraph.bench.timing import (
     time_calls,
 )
 from packgraph.bench.variants import Setting, Way, room_for_code
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 
@@ -87,7 +87,7 @@ def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline:
     for tokens in options.tokens:
         bench = _StepBench(options, tokens, model, device, deadline)
         for number, names in enumerate(groups(options.ways, options.together)):
-            contest = Contest(names)
+            contest = Comparison(names)
             try:
                 with room_for_code():
                     bench.measure(contest)
@@ -116,7 +116,7 @@ class _StepBench:
                                options.compiler)
         self.batches: dict[str, list[PackedBatch]] = {}
 
-    def measure(self, contest: Contest) -> None:
+    def measure(self, contest: Comparison) -> None:
         """Prepare all ways, let them take turns, close them."""
         ways = dict[str, Way]()
         for name in contest.names:
@@ -137,7 +137,7 @@ class _StepBench:
         for name in list(ways):
             contest.attempt(name, ways.pop(name).close)
 
-    def row(self, contest: Contest, name: str) -> Row:
+    def row(self, contest: Comparison, name: str) -> Row:
         """The row of one way at this number of tokens."""
         options, batches = self.options, self.batches.get(name, self.draws)
         places = sum(batch.capacity.tokens for batch in batches)
@@ -162,9 +162,9 @@ class _StepBench:
                 name, self.model, self.setting.capacity, options.room)
         return row | {"mfu_peak_tflops": PEAK_TFLOPS}
 
-    def _prepare(self, contest: Contest, ways: dict[str, Way], name: str) -> None:
+    def _prepare(self, contest: Comparison, ways: dict[str, Way], name: str) -> None:
         """Make a way, capture, warm it up, check what it computes, measure its memory."""
-        free_unused(self.device)
+        free_memory(self.device)
         before = held_bytes(self.device)
 
         def upload() -> None:
@@ -182,7 +182,7 @@ class _StepBench:
         check = contest.attempt(name, lambda: self._check(ways[name]))
         if check is not None:
             contest.checks[name] = check
-            free_unused(self.device)
+            free_memory(self.device)
             most = max(self.batches[name], key=lambda batch: (batch.capacity, batch.num_tokens))
             peak = contest.attempt(name, lambda: peak_bytes(self.device, lambda: ways[name].run(most)))
             contest.extras[name]["peak_bytes"] = None if peak is None or before is None else peak - before
@@ -192,7 +192,7 @@ class _StepBench:
         score = self.setting.work.score(way.run(self.batches[way.name][0]))
         return Check(score, squared_gradients([self.model]) ** 0.5)
 
-    def _round(self, contest: Contest, way: Way, number: int) -> None:
+    def _round(self, contest: Comparison, way: Way, number: int) -> None:
         if way.name not in contest.reasons:
             contest.samples[way.name] += contest.attempt(way.name, lambda: self._time(way, number)) or []
 
@@ -219,11 +219,11 @@ class _StepBench:
         """A call ahead of those that count, on a draw of its own."""
         _run(way, self.batches[way.name][-1:])
 
-    def _close(self, contest: Contest, ways: dict[str, Way], name: str) -> None:
+    def _close(self, contest: Comparison, ways: dict[str, Way], name: str) -> None:
         """Free a way that failed; those after it find the memory of the device as this one found it."""
         if name in ways:
             contest.attempt(name, ways.pop(name).close)
-        free_unused(self.device)
+        free_memory(self.device)
 
 
 def _run(way: Way, batches: list[PackedBatch], mark: Callable[[], None] = lambda: None) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.memory.peak import Stretch
 
 Result = TypeVar("Result")
@@ -103,7 +103,7 @@ def start_anew(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()
-    free_unused(device)
+    free_memory(device)
 
 
 def _private(device: torch.device) -> tuple[int, int]:

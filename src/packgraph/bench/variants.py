@@ -27,7 +27,7 @@ from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
 from packgraph.bench.whole_graph import WholeGraph
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.models.sizes import head_sizes
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.varlen import varlen_problems
@@ -190,12 +190,13 @@ class Graphed(Way):
         if incoming is None:
             return forward_backward(self.graphed, *arguments)
         claim = self.graphed.claim(arguments, {})
-        if isinstance(claim, Claim) and claim.is_direct:
+        if isinstance(claim, ReplayHandle) and claim.is_direct:
             out = claim.forward(arguments, {})
             claim.backward(incoming)
             return out
         self.by_autograd += 1
-        out = claim.run(arguments, {}) if isinstance(claim, Claim) else self.graphed.fall_back(claim, arguments, {})
+        replays = isinstance(claim, ReplayHandle)
+        out = claim.run(arguments, {}) if replays else self.graphed.fall_back(claim, arguments, {})
         torch.autograd.backward(out, incoming)
         return out.detach()
 

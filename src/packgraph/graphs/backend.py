@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from packgraph.graphs.copy_streams import HostMemories, Lanes
+from packgraph.graphs.copy_streams import CopyStreams, HostMemories
 from packgraph.graphs.host_sync import Journal
 from packgraph.graphs.memory.bank import Lifetime
 
@@ -76,7 +76,7 @@ class Backend(Protocol):
     """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live.
 
     extra_generators: random generators of the module to capture, besides the default ones; set before every capture.
-    lanes: copies between device and host beside eager work; those of a capture are told by `captured_lanes`.
+    lanes: copies between device and host beside eager work; those of a capture are told by `captured_copy_streams`.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Backend(Protocol):
     extra_generators: list[torch.Generator]
 
     @property
-    def lanes(self) -> Lanes: ...
+    def lanes(self) -> CopyStreams: ...
 
     def new_pool(self) -> Pool: ...
 

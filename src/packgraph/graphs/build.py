@@ -22,11 +22,11 @@ from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.call_modes import CallModes
 from packgraph.graphs.calls import Calls
 from packgraph.graphs.direct import Direct, direct_replay
-from packgraph.graphs.dry_run import Rehearsal
-from packgraph.graphs.entries import Made, Passed, describe_entries, make_entry, owned_aliases
+from packgraph.graphs.dry_run import DryRun
+from packgraph.graphs.entries import PassThrough, Produced, describe_entries, make_entry, owned_aliases
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
-from packgraph.graphs.host_sync import LEAVE_OUT, Journal, Watch
+from packgraph.graphs.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
@@ -68,7 +68,7 @@ class _Forward:
     origins: list[_Origin]
     outputs: list[torch.Tensor]
     statics: list[Static]
-    entries: dict[str, Passed | Made]
+    entries: dict[str, PassThrough | Produced]
     parameters: list[torch.nn.Parameter]
     uses: Uses
 
@@ -86,7 +86,7 @@ class Variant:
     ends: list[tuple[int, int] | None]
     direct: Direct | None
     version: int
-    rehearsal: Rehearsal
+    rehearsal: DryRun
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -105,7 +105,7 @@ class VariantBuild:
     def __init__(self, program: Program, plain: Program, slot: Slot, window: Window, aliases: Aliases,
                  buffers: GradientBuffers, gradients: KeyGradients, changed: Callable[[], object],
                  calls: AbstractContextManager[object], journal: Journal, lends: bool,
-                 rehearsal: Rehearsal) -> None:
+                 rehearsal: DryRun) -> None:
         self.program, self.plain, self.slot, self.window, self.aliases = program, plain, slot, window, aliases
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
@@ -169,7 +169,7 @@ class VariantBuild:
         """Run uncoloured stages on real data, for which captured forwards run once; note which captured tensors and
         parameters they differentiate."""
         self.window.materialise()
-        with torch.enable_grad(), Watch(self.journal, refuse=False, device=None):
+        with torch.enable_grad(), CaptureChecker(self.journal, refuse=False, device=None):
             result = self.program.run(run, state)
         for leaf in leaves_behind(tree_leaves(result)):
             if id(leaf) in self.aliases.parameter_of:

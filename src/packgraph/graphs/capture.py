@@ -28,13 +28,20 @@ from packgraph.graphs.build import (
 )
 from packgraph.graphs.calls import VARIES
 from packgraph.graphs.constants import Constants
-from packgraph.graphs.dry_run import Rehearsal
+from packgraph.graphs.dry_run import DryRun
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
-from packgraph.graphs.escapes import Observation, ObservingWatch
+from packgraph.graphs.escapes import Observation, ObservingChecker
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.host_calls import SavedTensorHooks, Unseen, unwatched, watch_also, watched_calls
-from packgraph.graphs.host_sync import LEAVE_OUT, HostReadGuard, Journal, Watch, compiled_stages, known_generators
+from packgraph.graphs.host_sync import (
+    LEAVE_OUT,
+    CaptureChecker,
+    HostSyncCheck,
+    Journal,
+    compiled_stages,
+    known_generators,
+)
 from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
@@ -42,7 +49,7 @@ from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
 from packgraph.graphs.reached import Remembered, refuse_changes
 from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
-from packgraph.graphs.side_effects import HostEffects, ObservedProgram, forward_line
+from packgraph.graphs.side_effects import ObservedProgram, SideEffects, forward_line
 from packgraph.graphs.slots import Slot
 
 _RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
@@ -52,7 +59,7 @@ USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError,
 
 
 @contextlib.contextmanager
-def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | None = None,
+def undone(module: torch.nn.Module, backend: Backend, effects: SideEffects | None = None,
            watched: bool = True) -> Iterator[Journal]:
     """Undo every effect on tensors, random generators and the module's Python state when the block ends.
 
@@ -61,10 +68,10 @@ def undone(module: torch.nn.Module, backend: Backend, effects: HostEffects | Non
     when the block has changed Python state that a replay would not change.
     """
     with one_capture():
-        yield from _undone(module, backend, effects or HostEffects(module), watched)
+        yield from _undone(module, backend, effects or SideEffects(module), watched)
 
 
-def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects, watched: bool) -> Iterator[Journal]:
+def _undone(module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool) -> Iterator[Journal]:
     journal = Journal()
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
@@ -92,7 +99,7 @@ def _undone(module: torch.nn.Module, backend: Backend, effects: HostEffects, wat
 def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, gradients: KeyGradients,
                     changed: Callable[[], object], calls: contextlib.AbstractContextManager[object], lends: bool,
                     args: tuple[Any, ...], kwargs: dict[str, Any],
-                    rehearsal: Rehearsal, lifetimes: list[Lifetime] | None = None) -> Variant:
+                    rehearsal: DryRun, lifetimes: list[Lifetime] | None = None) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
     gradients: what is known of the gradients of such calls. changed: whether facts about the module hold no longer that
@@ -100,7 +107,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
     gets what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has changed
     then.
     """
-    effects = HostEffects(program.module, program.volatile, program.assigned)
+    effects = SideEffects(program.module, program.volatile, program.assigned)
     # The rehearsal has watched the calls of the same code; what effects a recording holds it must see itself.
     quiet = contextlib.nullcontext() if rehearsal.has_host_steps else unwatched()
     with explained(), quiet, undone(program.module, backend, effects) as journal, \
@@ -116,8 +123,8 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
         return variant
 
 
-def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
-             args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
+def dry_run(program: Program, backend: Backend, gradients: KeyGradients,
+            args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
     """Run forward and backward, watched, and forward again, and compare.
 
     Raises CaptureError at the line of what a capture could not hold, or a replay would not do, while that is still
@@ -132,8 +139,8 @@ def rehearse(program: Program, backend: Backend, gradients: KeyGradients,
         raise
 
 
-def rehearse_again(program: Program, backend: Backend, gradients: KeyGradients,
-                   args: tuple[Any, ...], kwargs: dict[str, Any], earlier: Rehearsal) -> Rehearsal:
+def dry_run_again(program: Program, backend: Backend, gradients: KeyGradients,
+                  args: tuple[Any, ...], kwargs: dict[str, Any], earlier: DryRun) -> DryRun:
     """Rehearse another capture of calls that were rehearsed before: `earlier`.
 
     A cache that code filled then may have lost it since. Were it filled in a capture, what it holds would lie in the
@@ -143,7 +150,7 @@ def rehearse_again(program: Program, backend: Backend, gradients: KeyGradients,
     with unwatched():
         now = _once(program, backend, gradients, args, kwargs, partial(backend.warm_up, as_called=True), seen)
     if not (seen.calls.same_as(earlier.calls) and seen.constants.same_as(earlier.constants)):
-        now = rehearse(program, backend, gradients, args, kwargs)
+        now = dry_run(program, backend, gradients, args, kwargs)
         if not (now.calls.same_as(earlier.calls) and now.constants.same_as(earlier.constants)):
             raise CaptureError(
                 "forward calls other operations than for graphs that were captured before, with the same arguments, or "
@@ -155,7 +162,7 @@ def rehearse_again(program: Program, backend: Backend, gradients: KeyGradients,
 
 
 def _compared(program: Program, backend: Backend, gradients: KeyGradients,
-              args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
+              args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
     """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less. One of
     the two is on the stream of eager calls, which code may ask for."""
     seen, steps = Observation(Constants(), is_first=True), list[Any]()
@@ -200,14 +207,14 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _once(program: Program, backend: Backend, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any],
-          how: Callable[[Callable[[], None]], None], seen: Observation, watched: bool = True) -> Rehearsal:
+          how: Callable[[Callable[[], None]], None], seen: Observation, watched: bool = True) -> DryRun:
     """Have `how` run forward and backward, undone; what captured code has used from outside. seen: is told the rest.
     watched: whether draws of random numbers on the host are looked for."""
-    effects = HostEffects(program.module, program.volatile, program.assigned)
+    effects = SideEffects(program.module, program.volatile, program.assigned)
     shown = ObservedProgram(program, effects)
     with explained(), undone(program.module, backend, effects, watched) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
-        parameters, found = [*aliases.alias_of.values()], list[Rehearsal]()
+        parameters, found = [*aliases.alias_of.values()], list[DryRun]()
         run = _Run(shown, effects, backend, gradients, journal, parameters, seen)
         how(lambda: found.append(run(args, kwargs)))
         return found[0]
@@ -227,7 +234,7 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
 class _Run:
     """A watched run of `program`, whose parameters have aliases: `parameters`."""
 
-    def __init__(self, program: Program, effects: HostEffects, backend: Backend, gradients: KeyGradients,
+    def __init__(self, program: Program, effects: SideEffects, backend: Backend, gradients: KeyGradients,
                  journal: Journal, parameters: list[Any], seen: Observation) -> None:
         self.program, self.effects, self.gradients, self.journal, self.seen = program, effects, gradients, journal, seen
         self.parameters, self.buffers = parameters, list(program.module.buffers())
@@ -243,7 +250,7 @@ class _Run:
         self.whole = all(run.captured for run in program.runs)
         self._state: ModuleState | None = None  # with aliases for parameters
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
         state = detached_state(self.program.begin(args, kwargs), numbers_of_tensors(args, kwargs))
         inputs = _tensors(state)
         self._know([*self.parameters, *inputs])
@@ -262,9 +269,9 @@ class _Run:
             self.walked.clear()
             while self.ends:
                 self._backward(*self.ends.pop())
-        return Rehearsal([tensor.detach() for tensor in self.read.values()],
-                         [tensor.detach() for tensor in self.written.values()], self.seen.constants, self.seen.calls,
-                         self.placements)
+        return DryRun([tensor.detach() for tensor in self.read.values()],
+                      [tensor.detach() for tensor in self.written.values()], self.seen.constants, self.seen.calls,
+                      self.placements)
 
     def _know(self, tensors: list[torch.Tensor]) -> None:
         self.known |= {id(tensor): tensor for tensor in tensors}
@@ -276,9 +283,9 @@ class _Run:
         given = _tensors(shown)
         self._know(given)
         outside = [*self.parameters, *self.buffers, *given]
-        with self._unchanged(), HostReadGuard(self.device, constants_too=False), \
+        with self._unchanged(), HostSyncCheck(self.device, constants_too=False), \
                 only_forward(outside, self.where, self._assigned), self.seen.constants.remembering(), \
-                ObservingWatch(self.journal, self.device, self.seen, forward=True) as watch:
+                ObservingChecker(self.journal, self.device, self.seen, forward=True) as watch:
             versions = [leaf._version for leaf in given]
             result = self.program.run(run, shown)
             refuse_changed_inputs(versions, given, self.program.describe(run))
@@ -310,7 +317,7 @@ class _Run:
                 if any(id(leaf) in copies for leaf in tree_leaves(value)) else value for key, value in state.items()}
 
     def _eager(self, run: Any, state: Any) -> Any:
-        with Watch(self.journal, refuse=False, device=None):
+        with CaptureChecker(self.journal, refuse=False, device=None):
             state = self.program.run(run, state)
         self._know(leaves_behind(tree_leaves(state)))
         return state
@@ -322,8 +329,8 @@ class _Run:
         if self.device_type == "cuda":
             for end in ends:
                 end.register_hook(watch_also())
-        with self._unchanged(), HostReadGuard(self.device), \
-                ObservingWatch(self.journal, self.device, self.seen, forward=False), \
+        with self._unchanged(), HostSyncCheck(self.device), \
+                ObservingChecker(self.journal, self.device, self.seen, forward=False), \
                 torch.autocast(self.device_type, enabled=False):
             found = torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
         if any(gradient is not None and gradient.layout is not torch.strided for gradient in found):

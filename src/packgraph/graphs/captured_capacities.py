@@ -5,7 +5,7 @@ from packgraph.graphs.fallback import OVER_BUDGET as OVER_BUDGET
 from packgraph.packing.capacity import Capacity
 
 
-class KeptCapacities(tuple[Capacity, ...]):
+class CapturedCapacities(tuple[Capacity, ...]):
     """The capacities that graphs are captured for. dropped: those that were declared as well, with the reason.
 
     True even when none is kept: an empty tuple of capacities would mean that every shape may be captured.
@@ -13,7 +13,7 @@ class KeptCapacities(tuple[Capacity, ...]):
 
     dropped: dict[Capacity, str]
 
-    def __new__(cls, kept: Iterable[Capacity], dropped: Mapping[Capacity, str]) -> "KeptCapacities":
+    def __new__(cls, kept: Iterable[Capacity], dropped: Mapping[Capacity, str]) -> "CapturedCapacities":
         made = super().__new__(cls, sorted(kept))
         made.dropped = dict(dropped)
         return made

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from packgraph.graphs.backend import Backend
-from packgraph.graphs.copy_streams import Lanes
+from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.cuda.backend import CudaBackend
-from packgraph.graphs.cuda.copy_streams import CudaLanes, streams_beside
+from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, streams_beside
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.program import StageCompiler
 from packgraph.graphs.recorder.backend import RecorderBackend
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 
 
 def choose_backend(name: str, device: torch.device, generators: list[torch.Generator]) -> Backend:
@@ -35,12 +35,12 @@ def choose_backend(name: str, device: torch.device, generators: list[torch.Gener
     raise ValueError(f"unknown backend {name!r}: use 'auto', 'cuda' or 'recorder'")
 
 
-def make_lanes(device: torch.device) -> Lanes:
+def make_copy_streams(device: torch.device) -> CopyStreams:
     """Lanes for eager work where there are no graphs."""
     if device.type == "cuda":
         out, back = streams_beside(torch.cuda.current_stream(device), 2)
-        return CudaLanes(device, out, back)
-    return EmulatedLanes(set())
+        return CudaCopyStreams(device, out, back)
+    return EmulatedCopyStreams(set())
 
 
 def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> StageCompiler | None:

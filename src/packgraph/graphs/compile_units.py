@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from packgraph.graphs.stages import Stage, State
 
 
-class Piece(NamedTuple):
+class CompileUnit(NamedTuple):
     """Consecutive stages of one layer that are compiled together.
 
     owner: the module whose methods they are, or None. methods: what to call: functions of (owner, state), or of state.
@@ -24,9 +24,9 @@ class Piece(NamedTuple):
     name: str
 
 
-def pieces_of(stages: Sequence[Stage]) -> tuple[Piece, ...]:
+def compile_units_of(stages: Sequence[Stage]) -> tuple[CompileUnit, ...]:
     """Cut consecutive stages where the layer or the owner changes."""
-    pieces: list[Piece] = []
+    pieces: list[CompileUnit] = []
     last: int | None = None
     for stage in stages:
         owner, method = getattr(stage.run, "__self__", None), getattr(stage.run, "__func__", None)
@@ -34,14 +34,14 @@ def pieces_of(stages: Sequence[Stage]) -> tuple[Piece, ...]:
             owner, method = None, stage.run
         if pieces and last == stage.layer and pieces[-1].owner is owner:
             before = pieces.pop()
-            pieces.append(Piece(owner, (*before.methods, method), f"{before.name}, {stage.name}"))
+            pieces.append(CompileUnit(owner, (*before.methods, method), f"{before.name}, {stage.name}"))
         else:
-            pieces.append(Piece(owner, (method,), stage.name))
+            pieces.append(CompileUnit(owner, (method,), stage.name))
         last = stage.layer
     return tuple(pieces)
 
 
-def saving(piece: Piece, state: State) -> contextlib.AbstractContextManager[None]:
+def saving(piece: CompileUnit, state: State) -> contextlib.AbstractContextManager[None]:
     """The block that the piece's compiled code is to run in: the mark `offload` of its owner, if it has one, for all
     that the code saves. What needs no gradient of the state is shared by all layers and stays.
     """

@@ -9,10 +9,10 @@ of its host memory, in whatever direction. So a reload never reads host memory t
 memory is never written while a reload still reads it. What orders main is `wait` alone: until main has waited for a
 copy out, its sources stay allocated; until main has waited for a copy back, its targets must not be read.
 
-A capture has lanes of its own (`captured_lanes`), made by its window and joined before the capture ends: a copy that
-nobody has waited for is waited for there. Copies of a finished capture, of the same window, need no waiting any more:
-their graph has ended when the next one begins. Host memory that captured copies use belongs to the pool of the slot,
-and the graphs keep it.
+A capture has lanes of its own (`captured_copy_streams`), made by its window and joined before the capture ends: a copy
+that nobody has waited for is waited for there. Copies of a finished capture, of the same window, need no waiting any
+more: their graph has ended when the next one begins. Host memory that captured copies use belongs to the pool of the
+slot, and the graphs keep it.
 """
 import contextlib
 import weakref
@@ -82,7 +82,7 @@ class TimedCopy(NamedTuple):
     ended: Any
 
 
-class Lanes(Protocol):
+class CopyStreams(Protocol):
     """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager work. replayed: the
     numbers of those captures that have been replayed. timed: where a list, copies are timed into it (on a device).
     trial: whether the window's graphs are thrown away, so that nobody will ask for times of their replays. memories:
@@ -132,17 +132,17 @@ class Lanes(Protocol):
         """A look at the device's allocator, whose peak statistics begin anew by it; None where nobody counts."""
 
 
-_CAPTURED: ContextVar[Lanes | None] = ContextVar("packgraph_captured_lanes", default=None)
+_CAPTURED: ContextVar[CopyStreams | None] = ContextVar("packgraph_captured_lanes", default=None)
 
 
-def captured_lanes() -> Lanes | None:
+def captured_copy_streams() -> CopyStreams | None:
     """The lanes of the capture that the caller's code is run for; None when none is under way."""
     return _CAPTURED.get()
 
 
 @contextlib.contextmanager
-def capturing_lanes(lanes: Lanes) -> Iterator[None]:
-    """Within the block `captured_lanes` returns `lanes`."""
+def capturing_copy_streams(lanes: CopyStreams) -> Iterator[None]:
+    """Within the block `captured_copy_streams` returns `lanes`."""
     token = _CAPTURED.set(lanes)
     try:
         yield

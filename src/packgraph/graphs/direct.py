@@ -18,7 +18,7 @@ import torch
 from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
 from packgraph.graphs.shared_gradients import let_go
-from packgraph.graphs.slots import Ticket
+from packgraph.graphs.slots import SlotLease
 
 if TYPE_CHECKING:
     from packgraph.graphs.region import Region
@@ -44,7 +44,7 @@ class Direct:
     owned: list[GradientBuffer]
     attached: object = field(default=None)
 
-    def forward(self, tensors: Sequence[torch.Tensor], ticket: Ticket) -> torch.Tensor:
+    def forward(self, tensors: Sequence[torch.Tensor], ticket: SlotLease) -> torch.Tensor:
         """Launch all forwards on the call's tensors; returns the output, static memory of the slot."""
         ticket.pending.add(0)
         with ticket.slots.launches:
@@ -55,7 +55,7 @@ class Direct:
                 graph.replay()
         return self.out.tensor
 
-    def backward(self, gradient: torch.Tensor | None, ticket: Ticket, steady: object) -> None:
+    def backward(self, gradient: torch.Tensor | None, ticket: SlotLease, steady: object) -> None:
         """Launch all backwards. gradient: of the output, None = one.
 
         steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once per block.
@@ -75,7 +75,7 @@ class Direct:
             found = separate.take()
         torch.autograd.backward([buffer.parameter for buffer in self.owned], found)
 
-    def _launch_backward(self, gradient: torch.Tensor | None, ticket: Ticket) -> None:
+    def _launch_backward(self, gradient: torch.Tensor | None, ticket: SlotLease) -> None:
         ticket.start_backward(0)
         target = self.incoming.tensor
         if gradient is None:

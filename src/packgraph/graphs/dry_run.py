@@ -8,7 +8,7 @@ from packgraph.graphs.calls import Calls
 from packgraph.graphs.constants import Constants
 
 
-class Rehearsal(NamedTuple):
+class DryRun(NamedTuple):
     """What captured code uses and calls.
 
     Attributes:

@@ -23,7 +23,7 @@ from packgraph.graphs.stages import State
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassThrough:
     """A state entry that the region hands through untouched, from entry `key`.
 
     outputs: leaves of it (their places) that leave the region as its outputs (their numbers), with the same contents.
@@ -34,7 +34,7 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Made:
+class Produced:
     """A state entry built from outputs (`Output` numbers), handed-through leaves and constants."""
 
     spec: TreeSpec
@@ -56,7 +56,7 @@ def owned_aliases(result: State, leaves: Sequence[torch.Tensor]) -> dict[int, to
 
 
 def describe_entries(result: State, shown: State, aliases: dict[int, torch.Tensor]
-                     ) -> tuple[dict[str, Passed | Made], list[torch.Tensor]]:
+                     ) -> tuple[dict[str, PassThrough | Produced], list[torch.Tensor]]:
     """How each entry of a region's `result` is made of its state `shown`, and the region's outputs.
 
     aliases: what leaves as an output although it is a leaf of `shown` (`owned_aliases`).
@@ -75,12 +75,12 @@ def describe_entries(result: State, shown: State, aliases: dict[int, torch.Tenso
             outputs.append(aliases.get(id(leaf), leaf))
         return numbers[id(leaf)]
 
-    entries: dict[str, Passed | Made] = {}
+    entries: dict[str, PassThrough | Produced] = {}
     for key, value in result.items():
         flat, spec = tree_flatten(value)
         if key in shown and value is shown[key]:
             owned = [(place, number_of(leaf)) for place, leaf in enumerate(flat) if id(leaf) in aliases]
-            entries[key] = Passed(key, tuple(owned))
+            entries[key] = PassThrough(key, tuple(owned))
             continue
         leaves: list[tuple[str, Any]] = []
         for leaf in flat:
@@ -90,13 +90,13 @@ def describe_entries(result: State, shown: State, aliases: dict[int, torch.Tenso
                 leaves.append(("input", handed[id(leaf)]))
             else:
                 leaves.append(("output", number_of(leaf)))
-        entries[key] = Made(spec, tuple(leaves))
+        entries[key] = Produced(spec, tuple(leaves))
     return entries, outputs
 
 
-def make_entry(entry: Passed | Made, state: State, made: Sequence[torch.Tensor]) -> Any:
+def make_entry(entry: PassThrough | Produced, state: State, made: Sequence[torch.Tensor]) -> Any:
     """The value of an entry. state: what the region was given. made: its outputs."""
-    if isinstance(entry, Passed):
+    if isinstance(entry, PassThrough):
         value = state[entry.key]
         if not entry.outputs:
             return value

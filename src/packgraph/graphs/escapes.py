@@ -25,7 +25,7 @@ import torch
 from packgraph.graphs.calls import VARIES, Calls, Line, is_of_offloading
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.host_sync import Journal, Watch, shapes_only
+from packgraph.graphs.host_sync import CaptureChecker, Journal, shapes_only
 from packgraph.graphs.operations import PLAIN_TENSORS, Operation, tensors_of
 from packgraph.graphs.output_objects import opened_in
 
@@ -148,7 +148,7 @@ class Observation:
                 time.sleep(0.01)
 
 
-class ObservingWatch(Watch):
+class ObservingChecker(CaptureChecker):
     """A watch that tells `seen` what captured code does. forward: whether it is a forward, whose calls are compared."""
 
     def __init__(self, journal: Journal, device: str | None, seen: Observation, forward: bool) -> None:
@@ -156,13 +156,13 @@ class ObservingWatch(Watch):
         self.seen, self.forward = seen, forward
 
     def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
-        """See Watch."""
+        """See CaptureChecker."""
         if self.forward:
             self.seen.calls.called(operation, operands)
 
     def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Set[int],
                 results: Sequence[Any]) -> None:
-        """See Watch."""
+        """See CaptureChecker."""
         if not shapes_only(map(type, results)):
             self.seen.made(operation, inputs, operands, written, results)
 

@@ -17,7 +17,7 @@ from packgraph.packing.batch import PackedBatch
 PLAIN = (type(None), bool, int, str)  # constants whose value tells them apart
 
 
-class Steady:
+class FrozenModule:
     """Calls that could be replayed in this block, by what tells them apart."""
 
     def __init__(self, module: torch.nn.Module, device_type: str) -> None:

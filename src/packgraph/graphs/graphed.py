@@ -17,30 +17,30 @@ from packgraph.graphs import fallback
 from packgraph.graphs.arguments import detail
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
-from packgraph.graphs.capture import capture_variant, compile_ahead, rehearse, rehearse_again
+from packgraph.graphs.capture import capture_variant, compile_ahead, dry_run, dry_run_again
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.consensus import Vote, alone, call_name
-from packgraph.graphs.dry_run import Rehearsal
+from packgraph.graphs.dry_run import DryRun
 from packgraph.graphs.errors import CaptureError, described, forget_frames, user_line, warn
 from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.frozen_module import Steady
+from packgraph.graphs.frozen_module import FrozenModule
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.host_sync import capturing
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.module_state import Change, ModuleState
 from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import are_leaves, module_generators
 from packgraph.graphs.program import Program
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.retries import Retries, is_out_of_memory
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import Signature, signature, undeclared
-from packgraph.graphs.slots import Slot, Slots, Ticket
+from packgraph.graphs.slots import Slot, SlotLease, Slots
 from packgraph.graphs.surroundings import is_traced, reason_around
-from packgraph.graphs.unsupported import Refusal, inside_data_parallel, refusal
+from packgraph.graphs.unsupported import Unsupported, find_unsupported, inside_data_parallel
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 
@@ -128,18 +128,18 @@ class Control:
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = threading.RLock()  # of what is written down here; nobody runs the module with it
         self._calls = Calls(self.device, _weakly(self._slots.in_flight_elsewhere))
-        self._rehearsed: dict[Hashable, Rehearsal] = {}
+        self._rehearsed: dict[Hashable, DryRun] = {}
         self._failed: set[Hashable] = set()
         self._coded: set[Hashable] = set()
         self._closed = False
-        self._steady: Steady | None = None
+        self._steady: FrozenModule | None = None
         self.lends = False
         self.vote: Vote = alone
         self._forward_of_class = getattr(type(module), "forward", None)
         self._retries = Retries()
         weakref.finalize(self, self._notices.end)
         self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
-        self._refusal: Refusal | None = None
+        self._refusal: Unsupported | None = None
         self._ask_for_refusal()
 
     @property
@@ -176,7 +176,7 @@ class Control:
             return self.fall_back(claim, args, kwargs)
         return claim.run(args, kwargs)
 
-    def claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str:
+    def claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
         """A slot with graphs for a call with these arguments, or the reason why the call must run eagerly.
 
         Of tensors only the metadata is looked at, unless a capture is due. The claim counts as a replay.
@@ -197,7 +197,7 @@ class Control:
                 with self._calls.capture() as free, self._lock:
                     found = self._take(call, args, kwargs) if free else fallback.BUSY
             assert found is not None, "who may capture does"
-            if known is None and self._steady is not None and isinstance(found, Claim):
+            if known is None and self._steady is not None and isinstance(found, ReplayHandle):
                 self._steady.learn(args, kwargs, call)
             return found
 
@@ -222,7 +222,7 @@ class Control:
             self._notices.new_key(self.module.forward, args, kwargs, self.device)
         return call
 
-    def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Claim | str | None:
+    def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str | None:
         """None: a capture is due, which this thread may not make now."""
         ticket = self._slots.acquire(call.key)
         if ticket is None:
@@ -235,12 +235,13 @@ class Control:
             try:
                 variant = self._variant(call, ticket.slot, args, kwargs)
             except CaptureError as error:
-                self._steady = self._steady and Steady(self.module, self.device.type)  # it knows this call as fine
+                # What it remembers says that this call is fine.
+                self._steady = self._steady and FrozenModule(self.module, self.device.type)
                 return self._give_up(call, error)
             on_error.pop_all()
         self.stats.replayed += 1
         self._notices.replays = True
-        return Claim(self._program, variant, ticket, self.lends, self.stats, self._calls, self._steady)
+        return ReplayHandle(self._program, variant, ticket, self.lends, self.stats, self._calls, self._steady)
 
     def _give_up(self, call: Signature, error: CaptureError) -> str:
         """The reason to run a call eagerly whose capture has failed: for good, or until there is more memory. Other
@@ -261,7 +262,7 @@ class Control:
         `.grad` of its parameters in between, as another graphed module with the same parameters would.
         """
         if self._fingerprint is not None and self._check_fingerprint() is None:
-            self._steady = Steady(self.module, self.device.type)
+            self._steady = FrozenModule(self.module, self.device.type)
         try:
             yield
         finally:
@@ -271,7 +272,7 @@ class Control:
         """Whether a claim would find a slot now."""
         return self._slots.has_free()
 
-    def hold_slot(self) -> Ticket:
+    def hold_slot(self) -> SlotLease:
         """A slot for a microbatch that runs eagerly under a schedule, so that slots are counted as in a replay.
 
         Raises RuntimeError when all are in flight.
@@ -375,7 +376,7 @@ class Control:
 
     def _ask_for_refusal(self) -> None:
         """Whether the module can be captured at all now; what was refused before may be fine again."""
-        known, self._refusal = self._refusal, refusal(self.module)
+        known, self._refusal = self._refusal, find_unsupported(self.module)
         if self._refusal is not None and (self.strict or self._refusal != known):
             self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy), self._refusal.reason)
 
@@ -490,7 +491,7 @@ class Control:
                 self.stats.dropped(fallback.NEW_PATTERN, 1)
             started = time.perf_counter()
             if self._retries.is_due(call.key):
-                free_unused(self.device)
+                free_memory(self.device)
             self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
             executes = self._backend.guard_device is None
             if executes and self._slots.launches.shared:  # backwards of others may be adding to `.grad`
@@ -509,11 +510,11 @@ class Control:
         return slot.variants[call.key]
 
     def _rehearse(self, call: Signature, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any]
-                  ) -> Rehearsal:
+                  ) -> DryRun:
         earlier = self._rehearsed.get(call.key)
         if earlier is None:
-            return rehearse(self._program, self._backend, gradients, args, kwargs)
-        return rehearse_again(self._program, self._backend, gradients, args, kwargs, earlier)
+            return dry_run(self._program, self._backend, gradients, args, kwargs)
+        return dry_run_again(self._program, self._backend, gradients, args, kwargs, earlier)
 
     def _complain(self, error: CaptureError, reason: str = fallback.CAPTURE_FAILED,
                   so: str = "running eagerly from here on, because a capture failed") -> None:

@@ -158,7 +158,7 @@ class FunctionWatcher(TorchFunctionMode):
     """A function mode that is not shown to torch.compile, which would take its Python for the user's."""
 
 
-class HostReadGuard(FunctionWatcher):
+class HostSyncCheck(FunctionWatcher):
     """Refuses host reads of tensors. device: only reads of tensors on this device type count (None = all).
     constants_too: whether tensors made of Python numbers are refused; not where somebody remembers them.
     """
@@ -214,7 +214,7 @@ class CodeWatcher(TorchDispatchMode):
         return _COMPILED.get()
 
 
-class Watch(CodeWatcher):
+class CaptureChecker(CodeWatcher):
     """Runs code for a capture: journals writes to what existed before, and refuses what a graph cannot hold.
 
     refuse: False only journals (stages that stay eager may do what they like). device: as in HostReadGuard.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs.graphed import GraphedModule, control
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 
 
 def forward_backward(graphed: GraphedModule, *args: Any, before: Callable[[torch.Tensor], None] | None = None
@@ -22,11 +22,11 @@ def forward_backward(graphed: GraphedModule, *args: Any, before: Callable[[torch
     """
     own = control(graphed)
     claim = own.claim(args, {}) if before is None else None
-    if isinstance(claim, Claim) and claim.is_direct and claim.makes_one_number:
+    if isinstance(claim, ReplayHandle) and claim.is_direct and claim.makes_one_number:
         loss = claim.forward(args, {})
         claim.backward()
         return loss
-    if isinstance(claim, Claim):
+    if isinstance(claim, ReplayHandle):
         loss = claim.run(args, {})
     else:
         loss = graphed(*args) if claim is None else own.fall_back(claim, args, {})

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs.compile_units import Piece, pieces_of
+from packgraph.graphs.compile_units import CompileUnit, compile_units_of
 from packgraph.graphs.output_objects import close_objects, open_objects
 from packgraph.graphs.regions import Run, cut_runs
 from packgraph.graphs.stages import Stage, Staged, State
@@ -24,7 +24,7 @@ class StageCompiler(Protocol):
 
     adds_products: bool
 
-    def run(self, pieces: Sequence[Piece], state: State) -> State: ...
+    def run(self, pieces: Sequence[CompileUnit], state: State) -> State: ...
 
     def counting(self) -> AbstractContextManager[None]: ...
 
@@ -51,7 +51,8 @@ class Program:
         self.runs: tuple[Run, ...] = cut_runs(stages, self.scope, granularity)
         if compiler is not None:
             compiler.adds_products = all(run.captured for run in self.runs)
-        self.pieces = {run: pieces_of(stages[run.start : run.stop]) for run in self.runs if compiler and run.captured}
+        self.pieces = {run: compile_units_of(stages[run.start : run.stop])
+                       for run in self.runs if compiler and run.captured}
 
     def rebuilt(self) -> "Program":
         """The program of the module as it is now: stages are bound to the submodules that were there when asked."""

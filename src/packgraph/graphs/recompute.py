@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from packgraph.graphs.entries import Passed
+from packgraph.graphs.entries import PassThrough
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.host_calls import watched_calls
 from packgraph.graphs.host_sync import CodeWatcher, Journal
@@ -185,7 +185,7 @@ def _outputs(region: Region, result: State) -> dict[int, torch.Tensor]:
     made: dict[int, torch.Tensor] = {}
     for key, entry in region.entries.items():
         leaves = tree_leaves(result[key])
-        if isinstance(entry, Passed):
+        if isinstance(entry, PassThrough):
             made.update((number, leaves[place].view_as(leaves[place])) for place, number in entry.outputs)
         else:
             made.update((what, leaf) for leaf, (kind, what) in zip(leaves, entry.leaves, strict=True)

@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.call_modes import CallModes
-from packgraph.graphs.entries import Made, Passed
+from packgraph.graphs.entries import PassThrough, Produced
 from packgraph.graphs.gradients import GradientBuffer
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameter_hooks import expect_visits
@@ -47,7 +47,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Home:
+class StaticAlias:
     """Where a tensor of the running call lives in static memory, as of its version then. alias: it is that memory."""
 
     tensor: torch.Tensor
@@ -60,11 +60,11 @@ Version = tuple["weakref.ref[torch.Tensor]", int]  # a tensor with its version w
 Inner = tuple["weakref.ref[torch.Tensor]", int]  # an output that others were computed from, and hooks of our own on it
 
 
-class Homes:
+class StaticAliases:
     """The static homes of a call's tensors, by identity."""
 
     def __init__(self) -> None:
-        self._homes: dict[int, Home] = {}
+        self._homes: dict[int, StaticAlias] = {}
         self._inner: dict[int, list[Inner]] = {}
         self._saved: dict[int, list[Version]] = {}
 
@@ -87,7 +87,7 @@ class Homes:
 
     def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
         """`tensor` has the contents of the static memory `token`."""
-        self._homes[id(tensor)] = Home(tensor, token, tensor._version, alias)
+        self._homes[id(tensor)] = StaticAlias(tensor, token, tensor._version, alias)
 
     def token(self, tensor: torch.Tensor) -> Token | None:
         """The static memory with `tensor`'s contents, unless it was written to since."""
@@ -184,7 +184,7 @@ class Region:
     inputs: list[Input]
     outputs: list[Output]
     facts: dict[str, tuple[TreeSpec, list[Any]]]
-    entries: dict[str, Passed | Made]
+    entries: dict[str, PassThrough | Produced]
     context: Context
     parameters: "ParameterEdge"
     settings: tuple[Any, ...]
@@ -322,7 +322,7 @@ def _fact(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-def accepts(region: Region, state: State, homes: Homes) -> bool:
+def accepts(region: Region, state: State, homes: StaticAliases) -> bool:
     """Whether a state that came through eager code is what the region was captured for.
 
     An eager stage may do what it likes, so its results are compared in all that is baked: structure, constants, shapes,

@@ -22,10 +22,10 @@ from packgraph.graphs.parameter_hooks import expect_visits
 from packgraph.graphs.parameters import are_quiet, has_hooks
 from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
-from packgraph.graphs.region import Backward, Homes, Inner, Region, Version
+from packgraph.graphs.region import Backward, Inner, Region, StaticAliases, Version
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import kernel_settings
-from packgraph.graphs.slots import Ticket
+from packgraph.graphs.slots import SlotLease
 from packgraph.graphs.stages import State
 from packgraph.graphs.strides import copy_into
 
@@ -33,7 +33,7 @@ _VERSION = operator.attrgetter("_version")
 Gradients = Sequence[torch.Tensor | None]
 
 
-def stage_inputs(region: Region, state: State, homes: Homes) -> tuple[list[torch.Tensor], list[Version]]:
+def stage_inputs(region: Region, state: State, homes: StaticAliases) -> tuple[list[torch.Tensor], list[Version]]:
     """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in order, and those
     that backwards read."""
     wanted: list[torch.Tensor] = []
@@ -58,7 +58,7 @@ def stage_inputs(region: Region, state: State, homes: Homes) -> tuple[list[torch
     return wanted, [(weakref.ref(tensor), tensor._version) for tensor in read]
 
 
-def replay_region(region: Region, state: State, ticket: Ticket, homes: Homes) -> State:
+def replay_region(region: Region, state: State, ticket: SlotLease, homes: StaticAliases) -> State:
     """Replay the forward graph and return the next state; its outputs alias static memory and are noted in `homes`."""
     edge = region.parameters
     with ticket.slots.launches:
@@ -90,7 +90,7 @@ class _Replay(torch.autograd.Function):
     """The node of one call of a region. It takes the anchor and the edge of its parameters (`ParameterEdge`)."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, edge: torch.Tensor, region: Region, ticket: Ticket,
+    def forward(ctx: Any, anchor: torch.Tensor, edge: torch.Tensor, region: Region, ticket: SlotLease,
                 read: list[Version], inner: list[Inner], *inputs: torch.Tensor) -> Any:
         ctx.region, ctx.ticket, ctx.read, ctx.inner = region, ticket, read, inner
         ctx.set_materialize_grads(False)
@@ -132,7 +132,7 @@ class _Replay(torch.autograd.Function):
         return None, signal, None, None, None, None, *results
 
 
-def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: Ticket
+def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: SlotLease
                      ) -> tuple[Any, list[Any]]:
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned parameters."""
     launches = ticket.slots.launches

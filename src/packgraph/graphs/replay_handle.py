@@ -16,19 +16,19 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.frozen_module import call_tensors
 from packgraph.graphs.output_objects import close_objects
 from packgraph.graphs.program import Program
-from packgraph.graphs.region import Homes, accepts
+from packgraph.graphs.region import StaticAliases, accepts
 from packgraph.graphs.replay import replay_region
-from packgraph.graphs.slots import Ticket
+from packgraph.graphs.slots import SlotLease
 from packgraph.graphs.stages import State
 
 
-class Claim:
+class ReplayHandle:
     """A slot held for one microbatch, and the variant captured in it for this call.
 
     lends: outputs are aliases of static memory, valid until the slot is released, instead of clones.
     """
 
-    def __init__(self, program: Program, variant: Variant, ticket: Ticket, lends: bool, stats: Stats, calls: Calls,
+    def __init__(self, program: Program, variant: Variant, ticket: SlotLease, lends: bool, stats: Stats, calls: Calls,
                  steady: object = None) -> None:
         """calls: of the module. steady: stands for a block of time in which nothing about the module but values
         changes; None = no such."""
@@ -104,7 +104,7 @@ class Claim:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self.program.begin(args, kwargs)
-        homes = Homes()
+        homes = StaticAliases()
         was_eager = False
         for index, run in enumerate(self.program.runs):
             region = self.variant.regions.get(index)
@@ -123,7 +123,7 @@ class Claim:
             return close_objects(_left(result, homes))
 
 
-def _left(result: Any, homes: Homes) -> Any:
+def _left(result: Any, homes: StaticAliases) -> Any:
     """What leaves the call: never static memory, nor a view of it. One tensor in several places stays one."""
     clones: dict[int, torch.Tensor] = {}
 
@@ -138,7 +138,7 @@ def _left(result: Any, homes: Homes) -> Any:
     return tree_map(own, result)
 
 
-def _own_copies(state: State, homes: Homes) -> State:
+def _own_copies(state: State, homes: StaticAliases) -> State:
     """The state for an eager stage: differentiable static tensors are cloned, since autograd may keep them."""
     clones: dict[int, Any] = {}
 

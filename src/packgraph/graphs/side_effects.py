@@ -70,7 +70,7 @@ class _Content(NamedTuple):
             self.container.extend(self.copy)
 
 
-class HostEffects:
+class SideEffects:
     """The Python side of one capture of `module`.
 
     volatile: attributes assigned by eager stages are added to it. assigned: those refused, because captured code
@@ -181,7 +181,7 @@ def _note(found: dict[int, _Content], container: Any, prefix: str, owner: torch.
 class ObservedProgram(Program):
     """A program whose run for a capture is watched by `effects`; numbers that a graph would freeze are refused."""
 
-    def __init__(self, program: Program, effects: HostEffects) -> None:
+    def __init__(self, program: Program, effects: SideEffects) -> None:
         self.__dict__.update(vars(program))
         self._effects = effects
         self._given: list[Any] = []

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.captured_capacities import KeptCapacities
+from packgraph.graphs.captured_capacities import CapturedCapacities
 from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -152,7 +152,7 @@ def undeclared(args: tuple[Any, ...], kwargs: dict[str, Any], capacities: Sequen
     batches = packed_batches((args, kwargs))
     for batch in batches:
         if batch.capacity not in capacities:
-            dropped = capacities.dropped if isinstance(capacities, KeptCapacities) else {}
+            dropped = capacities.dropped if isinstance(capacities, CapturedCapacities) else {}
             if batch.capacity in dropped:
                 return dropped[batch.capacity]
             most = max(capacity.documents for capacity in [*capacities, *dropped])

@@ -116,7 +116,7 @@ class Slots:
         self.all: list[Slot] = []
         self._free: list[Slot] = []
 
-    def acquire(self, key: Hashable) -> "Ticket | None":
+    def acquire(self, key: Hashable) -> "SlotLease | None":
         """Claim a slot, one that has `key` captured if there is one; None when all are in flight."""
         slot = next((s for s in reversed(self._free) if key in s.variants), None)
         if slot is None and self._free:
@@ -129,7 +129,7 @@ class Slots:
         if slot is None:
             return None
         slot.thread = threading.get_ident()
-        return Ticket(self, slot)
+        return SlotLease(self, slot)
 
     def release(self, slot: Slot) -> None:
         """Return a slot. Raises RuntimeError when it is free already: two microbatches believed they owned it."""
@@ -183,9 +183,9 @@ class Slots:
         thread = threading.get_ident()
         return any(slot.thread != thread and not any(free is slot for free in self._free) for slot in list(self.all))
 
-    def reserve(self, count: int) -> list["Ticket"]:
+    def reserve(self, count: int) -> list["SlotLease"]:
         """Claim `count` slots at once, to build them. Raises RuntimeError when fewer can be had."""
-        tickets: list[Ticket] = []
+        tickets: list[SlotLease] = []
         for _ in range(count):
             ticket = self.acquire(None)
             if ticket is None:
@@ -194,7 +194,7 @@ class Slots:
         return tickets
 
 
-class Ticket:
+class SlotLease:
     """One microbatch's claim on a slot, owned by its autograd nodes.
 
     The slot goes back when the last of `pending` backwards has run, or when the nodes are gone without a backward.

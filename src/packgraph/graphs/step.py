@@ -21,11 +21,11 @@ from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend, Graph, Static
 from packgraph.graphs.capture import compiled_code, explained, undone
 from packgraph.graphs.consensus import Vote, alone
-from packgraph.graphs.copy_streams import Lanes
+from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
-from packgraph.graphs.host_sync import HostReadGuard, Watch
+from packgraph.graphs.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import hide_lengths
@@ -58,7 +58,8 @@ class GraphedStep:
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], run: Step, backend: Backend, device: torch.device,
-                 limit: int = MAX_STEP_KEYS, compiled: bool = False, lanes: Sequence[Lanes] | None = None) -> None:
+                 limit: int = MAX_STEP_KEYS, compiled: bool = False, lanes: Sequence[CopyStreams] | None = None
+                 ) -> None:
         self.modules, self.run, self.limit, self.compiled = torch.nn.ModuleList(modules), run, limit, compiled
         self._backend, self._device = backend, device
         self._eager_lanes = [backend.lanes] if lanes is None else list(lanes)
@@ -168,7 +169,7 @@ class GraphedStep:
 
         def watched() -> None:
             device = self._backend.guard_device
-            with HostReadGuard(device), Watch(journal, refuse=True, device=device) as watch:
+            with HostSyncCheck(device), CaptureChecker(journal, refuse=True, device=device) as watch:
                 self.run(*shown)
             read.extend(tensor.detach() for tensor in watch.external.values())
 

@@ -6,7 +6,7 @@ import torch
 from packgraph.graphs.module_hooks import module_hooks
 
 
-class Refusal(NamedTuple):
+class Unsupported(NamedTuple):
     """reason: the fallback's name in stats. what, remedy: for the message."""
 
     reason: str
@@ -14,20 +14,20 @@ class Refusal(NamedTuple):
     remedy: str
 
 
-def refusal(module: torch.nn.Module) -> Refusal | None:
+def find_unsupported(module: torch.nn.Module) -> Unsupported | None:
     """Why `module` cannot be captured at all, or None."""
     wrapper = _data_parallel(module)
     if wrapper is not None:
-        return Refusal(f"{wrapper} hooks",
-                       f"the module is or holds a {wrapper}: it works through hooks, which graphs would skip",
-                       "graph the plain module and reduce its .grad after the last backward of the step")
+        return Unsupported(f"{wrapper} hooks",
+                           f"the module is or holds a {wrapper}: it works through hooks, which graphs would skip",
+                           "graph the plain module and reduce its .grad after the last backward of the step")
     hooks = module_hooks(module)
     if hooks is not None:
         remedy = "remove the hooks, or do their work in forward; hooks on outputs and parameters are fine"
         if "require_grad" in hooks:  # of transformers and its kin, when it is not the one that is known
             remedy = ("call disable_input_require_grads() of the model: checkpoints need no such hook with "
                       "gradient_checkpointing_kwargs={'use_reentrant': False}")
-        return Refusal("module hooks", f"{hooks}, which would run at capture only, never at a replay", remedy)
+        return Unsupported("module hooks", f"{hooks}, which would run at capture only, never at a replay", remedy)
     return None
 
 

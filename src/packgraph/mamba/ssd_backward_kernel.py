@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.mamba.ssd_configs import EVERYWHERE, Pairs, Shared, Steps, Ways, launched, share_of
+from packgraph.mamba.ssd_configs import EVERYWHERE, KernelConfigs, Pairs, Shared, Steps, launched, share_of
 from packgraph.mamba.ssd_kernel import (
     Sizes,
     carry,
@@ -193,7 +193,8 @@ def parts_for(share: int, programs: int, heads: int) -> int:
 
 
 def backward(dy: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor,
-             chunk: int, ways: Ways | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+             chunk: int, ways: KernelConfigs | None = None
+             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of x [T, H, P], dt [T, H], a [H], b and c [T, G, S] and d [H], in their dtypes.
 
     dy: [T, H, P], the gradient of y; the others as in `forward`; columns of dy, x, b and c lie side by side.

@@ -95,7 +95,7 @@ class Steps(NamedTuple):
     warps: int = 4
 
 
-class Ways(NamedTuple):
+class KernelConfigs(NamedTuple):
     """A way for each piece. back: the carry backwards; of_c, of_b: gradients of c and b."""
 
     tables: Tables = Tables()
@@ -110,23 +110,23 @@ class Ways(NamedTuple):
     steps: Steps = Steps()
 
 
-EVERYWHERE = Ways()
+EVERYWHERE = KernelConfigs()
 HOPPER = 9  # major compute capability of what the table was measured on
 MOST_HEAD_SIZE, MOST_STATE_SIZE, MOST_CHUNK = 64, 128, 128  # of what the table is for
 # (from how many rows on, how): descending. The best at 16,384, 4,096 and 1,024 rows of 64 heads in 8 groups on an H200.
 WAYS = (
-    (8192, Ways(tables=Tables(heads=32), scores=Scores(warps=8), mix=Mix("groups", 128, 8, warps=8),
-                pairs=Pairs(products=True), of_c=Shared(128, 8), of_b=Shared(128, 8),
-                values=Values("groups", share=8, stages=2))),
-    (2048, Ways(mix=Mix("groups", 128, 8, warps=8), pairs=Pairs(8, products=True), of_c=Shared(128, 8),
-                of_b=Shared(128, 8), values=Values("groups", share=8, stages=2), steps=Steps(16, warps=8))),
-    (0, Ways(tables=Tables(rows=128), scores=Scores(warps=8), carry=Carry(stages=2),
-             mix=Mix("groups", share=4, stages=2), back=Carry(columns=64), pairs=Pairs(8, products=True),
-             of_c=Shared(share=8, stages=2), of_b=Shared(share=8, stages=2),
-             values=Values("groups", 128, 4, warps=8))))
+    (8192, KernelConfigs(tables=Tables(heads=32), scores=Scores(warps=8), mix=Mix("groups", 128, 8, warps=8),
+                         pairs=Pairs(products=True), of_c=Shared(128, 8), of_b=Shared(128, 8),
+                         values=Values("groups", share=8, stages=2))),
+    (2048, KernelConfigs(mix=Mix("groups", 128, 8, warps=8), pairs=Pairs(8, products=True), of_c=Shared(128, 8),
+                         of_b=Shared(128, 8), values=Values("groups", share=8, stages=2), steps=Steps(16, warps=8))),
+    (0, KernelConfigs(tables=Tables(rows=128), scores=Scores(warps=8), carry=Carry(stages=2),
+                      mix=Mix("groups", share=4, stages=2), back=Carry(columns=64), pairs=Pairs(8, products=True),
+                      of_c=Shared(share=8, stages=2), of_b=Shared(share=8, stages=2),
+                      values=Values("groups", 128, 4, warps=8))))
 
 
-def ways_for(rows: int, head_size: int, state_size: int, chunk: int, dtype: torch.dtype) -> Ways:
+def ways_for(rows: int, head_size: int, state_size: int, chunk: int, dtype: torch.dtype) -> KernelConfigs:
     """The ways for T rows of heads with P columns and states of S, in chunks of Q rows."""
     if dtype.itemsize != 2 or head_size > MOST_HEAD_SIZE or state_size > MOST_STATE_SIZE or chunk > MOST_CHUNK:
         return EVERYWHERE

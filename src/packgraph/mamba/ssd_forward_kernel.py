@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.mamba.ssd_configs import Ways, launched, share_of
+from packgraph.mamba.ssd_configs import KernelConfigs, launched, share_of
 from packgraph.mamba.ssd_kernel import (
     Sizes,
     carry,
@@ -112,7 +112,7 @@ def _mix_groups(x, b, c, d, ids, tables, states, y, rows, x_stride, b_stride, c_
 
 
 def mix(x: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor, tables: Tensor, states: Tensor, sizes: Sizes,
-        ways: Ways) -> Tensor:
+        ways: KernelConfigs) -> Tensor:
     """y [T, H, P] from states [N, H, P, S] that enter each chunk, by a kernel that reads them."""
     way, y = ways.mix, torch.empty(x.shape, dtype=x.dtype, device=x.device)
     per_group, skip = sizes.heads // sizes.groups, tables if d is None else d
@@ -138,7 +138,7 @@ def mix(x: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor, tables: 
 
 
 def forward(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor, chunk: int,
-            ways: Ways | None = None) -> Tensor:
+            ways: KernelConfigs | None = None) -> Tensor:
     """y [T, H, P]. Arguments as of `ssd`; columns of x, b and c must lie side by side. ways: those of the table."""
     ways = ways_of(x, b, chunk) if ways is None else ways
     sizes = sizes_of(x, b, ways.mix.chunk or chunk)

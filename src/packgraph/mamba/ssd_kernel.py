@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.mamba.ssd_configs import EVERYWHERE, HOPPER, Carry, Scores, Tables, Ways, launched, ways_for
+from packgraph.mamba.ssd_configs import EVERYWHERE, HOPPER, Carry, KernelConfigs, Scores, Tables, launched, ways_for
 
 MOST_TILE_ROWS = 64
 STEP, DECAY, ARRIVING, LEAVING, TABLES = 0, 1, 2, 3, 4
@@ -55,7 +55,7 @@ def sizes_of(x: Tensor, b: Tensor, chunk: int) -> Sizes:
     return Sizes(rows, heads, columns, groups, state, triton.cdiv(rows, chunk), chunk)
 
 
-def ways_of(x: Tensor, b: Tensor, chunk: int) -> Ways:
+def ways_of(x: Tensor, b: Tensor, chunk: int) -> KernelConfigs:
     """Ways for x [T, H, P] and b [T, G, S], in chunks of Q rows: those of the table where its tiles fit into shared
     memory, which is Hopper's."""
     if x.is_cuda and torch.cuda.get_device_capability(x.device)[0] != HOPPER:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from packgraph.graphs.module_hooks import owners
 from packgraph.graphs.saved_tensors import are_others, are_watched_by_others
 from packgraph.offloading.marks import Mark, nowhere
-from packgraph.offloading.runtime import Offload
+from packgraph.offloading.runtime import OffloadRuntime
 
 WHOLE = "layer"  # all that a compiled layer saves
 
@@ -44,7 +44,7 @@ class LayerMark:
     """The mark of one module in a layer. Code that torch.compile traces passes it by: there the whole piece is one
     group."""
 
-    def __init__(self, engine: Offload, layer: Layer, user: int, module: nn.Module) -> None:
+    def __init__(self, engine: OffloadRuntime, layer: Layer, user: int, module: nn.Module) -> None:
         self.engine, self.layer, self.user, self._module = engine, layer, user, weakref.ref(module)
 
     def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
@@ -70,7 +70,7 @@ def _unmarked() -> Mark:
     return nowhere
 
 
-def attach(engine: Offload | None, chunk: nn.Module) -> list[int]:
+def attach(engine: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
     """Let `engine` move what the layers of `chunk` save; None = nobody. The numbers of the layers that it got.
 
     A layer is what stands under a number in the names of modules (`layers.7`), beside others of its kind; everything in

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from packgraph.graphs.copy_streams import Copy, HostMemory, Lanes, aligned
+from packgraph.graphs.copy_streams import Copy, CopyStreams, HostMemory, aligned
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.saved_tensors import Given, Staying, in_backward, was_changed
 
@@ -156,7 +156,7 @@ class Group:
     with what stays.
     """
 
-    def __init__(self, name: str, layer: int, lanes: Lanes, *, part: int, moves: bool, min_bytes: int,
+    def __init__(self, name: str, layer: int, lanes: CopyStreams, *, part: int, moves: bool, min_bytes: int,
                  stays: Set[int], reached: Callable[["Group"], None], wait: Callable[[Copy], None],
                  abandoned: Callable[[Copy], None]) -> None:
         self.name, self.layer, self.part, self.lanes = name, layer, part, lanes

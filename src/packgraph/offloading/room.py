@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from packgraph.graphs.copy_streams import Lanes
+from packgraph.graphs.copy_streams import CopyStreams
 
 
 class _Look(NamedTuple):
@@ -41,7 +41,7 @@ class _Look(NamedTuple):
 class Room:
     """Of one pass. Begins with the pass."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: CopyStreams) -> None:
         self._lanes = lanes
         self._forward: list[int] = []  # all else at the most, by module, then until the first backward
         self._looks: list[_Look] = []

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs.copy_streams import Copy, Lanes, captured_lanes
+from packgraph.graphs.copy_streams import Copy, CopyStreams, captured_copy_streams
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.host_sync import capturing
 from packgraph.graphs.parameters import local_tensor
@@ -64,7 +64,7 @@ class _Entry:
 class Pass:
     """The groups of one forward, by weak references: autograd's graph holds them."""
 
-    def __init__(self, lanes: Lanes, times: PassTimes | None) -> None:
+    def __init__(self, lanes: CopyStreams, times: PassTimes | None) -> None:
         self.lanes, self.times = lanes, times
         self.seen: set[tuple[int, str]] = set()  # layer and name
         self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
@@ -93,7 +93,7 @@ class Pass:
         return found
 
 
-class Offload:
+class OffloadRuntime:
     """Moves what blocks of one chunk save; see `attach`, which gives it to modules.
 
     modules: names of the groups that may move. lanes: of eager work. min_bytes: smaller memory stays. in_flight: copies
@@ -104,7 +104,7 @@ class Offload:
     them.
     """
 
-    def __init__(self, modules: Collection[str], lanes: Lanes, *, min_bytes: int = 2**20, in_flight: int = 2,
+    def __init__(self, modules: Collection[str], lanes: CopyStreams, *, min_bytes: int = 2**20, in_flight: int = 2,
                  postpones: bool = False, policy: Policy | None = None, measures: bool = False,
                  times_graphs: bool = False, parts: int = 1) -> None:
         self.modules, self.lanes, self.min_bytes, self.postpones = frozenset(modules), lanes, min_bytes, postpones
@@ -124,7 +124,7 @@ class Offload:
         self._pass: Pass | None = None
         self._waits = self._captured_waits = Waits(lanes)
         self._captured: list[PassTimes] = []  # whole passes of captures
-        self._under_way: weakref.WeakKeyDictionary[Lanes, deque[Copy]] = weakref.WeakKeyDictionary()
+        self._under_way: weakref.WeakKeyDictionary[CopyStreams, deque[Copy]] = weakref.WeakKeyDictionary()
 
     def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
         """Do as `plan` says of `trace` from the next pass on. Raises ValueError when they do not fit together."""
@@ -195,7 +195,7 @@ class Offload:
     @contextlib.contextmanager
     def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
         """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
-        lanes = captured_lanes() or self.lanes
+        lanes = captured_copy_streams() or self.lanes
         # In the rehearsal, where there is one: clocks of a device cannot be read inside a capture. What is compiled
         # ahead of the first pass comes by here without a trace.
         if self.plan is None and self.policy is not None and (
@@ -225,7 +225,7 @@ class Offload:
         for group in groups:
             self._commit(now, group, group is groups[-1])
 
-    def _begin(self, lanes: Lanes) -> Pass:
+    def _begin(self, lanes: CopyStreams) -> Pass:
         """Another pass. It is traced where it is an eager one of training, until there is a plan; where nobody makes
         one, the first `LOOKS` are."""
         wanted = self.policy is not None or self.measures or self._looks < LOOKS
@@ -295,24 +295,25 @@ class Offload:
                 self._wait(now.lanes, group.copy_out)
         now.leaving = later
 
-    def _end_forward(self, lanes: Lanes) -> None:
+    def _end_forward(self, lanes: CopyStreams) -> None:
         """Main waits for the copies to the host that are left: a plan counts on their memory no longer. What tells that
         a forward is over is the next one, or its backward."""
         under_way = self._under_way.get(lanes)
         while self.plan is not None and under_way:
             self._wait(lanes, under_way.popleft())
 
-    def _queued(self, lanes: Lanes, copy: Copy) -> None:
+    def _queued(self, lanes: CopyStreams, copy: Copy) -> None:
         """A copy to the host is queued: main waits for the oldest ones if there are too many."""
         under_way = self._under_way.setdefault(lanes, deque())
         under_way.append(copy)
         while under_way and (under_way[0].done or len(under_way) > self.in_flight):
             self._wait(lanes, under_way.popleft())
 
-    def _wait(self, lanes: Lanes, copy: Copy) -> None:
+    def _wait(self, lanes: CopyStreams, copy: Copy) -> None:
         """Main waits for a copy; it is timed where passes are traced."""
         if self.times_graphs and lanes is not self.lanes and lanes is self._captured_waits.lanes and not copy.done:
-            self._captured_waits.wait(copy)  # not asked of `captured_lanes`: backwards may run in a thread of their own
+            # Not asked of `captured_copy_streams`: backwards may run in a thread of their own.
+            self._captured_waits.wait(copy)
         elif self.plan is None and lanes is self.lanes and self._is_tracing() and not copy.done and not capturing():
             self._waits.wait(copy)
         else:

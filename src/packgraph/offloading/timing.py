@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from packgraph.graphs.copy_streams import Copy, Lanes
+from packgraph.graphs.copy_streams import Copy, CopyStreams
 from packgraph.offloading.group import Group
 from packgraph.offloading.plan import CopySpeed, OffloadGroup, OffloadTrace
 from packgraph.offloading.room import Room
@@ -40,7 +40,7 @@ class Mark(NamedTuple):
 class Waits:
     """The waits of main, in order: when they began and ended."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: CopyStreams) -> None:
         self.lanes = lanes
         self.all: list[tuple[Any, Any]] = []
 
@@ -55,7 +55,7 @@ class Waits:
         return Mark(self.lanes.clock(), len(self.all))
 
 
-def copy_speed_of(lanes: Lanes, known: CopySpeed) -> CopySpeed:
+def copy_speed_of(lanes: CopyStreams, known: CopySpeed) -> CopySpeed:
     """The speed of the copies that were timed in captures of `lanes`, in their last replays; `known` where there are
     none of a direction. Waits for the device."""
     def speed(lane: str, otherwise: float) -> float:

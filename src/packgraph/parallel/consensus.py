@@ -29,7 +29,7 @@ class LostPartnersError(RuntimeError):
     """A capture failed on some rank and its partners do not answer: the run cannot go on."""
 
 
-class StoreVote:
+class StoreConsensus:
     """Votes among `ranks`, all of which vote on the same things in the same order. name: of what they vote on."""
 
     def __init__(self, name: str, ranks: Sequence[int], patience: float = PATIENCE) -> None:
@@ -88,7 +88,7 @@ def _lost(what: str, failed: dict[int, str], waiting: Sequence[int], patience: f
             f"on without graphs: --graph.enabled false. On rank {rank}: {failed[rank]}")
 
 
-def stage_vote(mesh: Mesh, patience: float = PATIENCE) -> Vote:
+def stage_consensus(mesh: Mesh, patience: float = PATIENCE) -> Vote:
     """Among the ranks that this one exchanges data with while it runs its part of a model: those of its stage that
     share rows, matrices or experts with it, directly or through others."""
     place = mesh.place
@@ -96,7 +96,7 @@ def stage_vote(mesh: Mesh, patience: float = PATIENCE) -> Vote:
                                                 if mesh.layout.coordinates(rank)["pp"] == place["pp"]], patience)
 
 
-def replica_vote(mesh: Mesh, patience: float = PATIENCE) -> Vote:
+def replica_consensus(mesh: Mesh, patience: float = PATIENCE) -> Vote:
     """The same for whole steps: also among the stages of a pipeline."""
     return _vote(mesh, "replica", _replica(mesh), patience)
 
@@ -108,4 +108,4 @@ def _replica(mesh: Mesh) -> list[int]:
 
 
 def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Vote:
-    return alone if len(ranks) == 1 else StoreVote(f"vote of {name}", ranks, patience)
+    return alone if len(ranks) == 1 else StoreConsensus(f"vote of {name}", ranks, patience)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
-from packgraph.parallel.gradient_buckets import plan_spans
+from packgraph.parallel.gradient_buckets import plan_gradient_buckets
 from packgraph.parallel.pieces import Pieces, expert_part
 
 SPAN_BYTES = 32 * 2**20  # large enough for full bandwidth, small enough that most of a model overlaps with backward
@@ -59,7 +59,7 @@ class Member:
 
 
 @dataclass
-class Span:
+class GradientBucket:
     """A part of the flat buffers, all of one kind.
 
     parameters, gradients: [size] of one dtype. group: the replicas that hold the same parameters, None = no other rank
@@ -248,9 +248,9 @@ def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
 
 
 def _make_spans(named: list[tuple[str, nn.Parameter]], groups: Mapping[bool, dist.ProcessGroup | None],
-                span_bytes: int, ties: Mapping[str, dist.ProcessGroup]) -> list[Span]:
+                span_bytes: int, ties: Mapping[str, dist.ProcessGroup]) -> list[GradientBucket]:
     """groups: the replicas of parameters that are parts of experts, and of all others."""
-    everyone, spans = groups[False], list[Span]()
+    everyone, spans = groups[False], list[GradientBucket]()
     # Replicas of the same experts are some of all replicas, their number divides that of all, and so each span.
     replicas = 1 if everyone is None else dist.get_world_size(everyone)
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
@@ -259,7 +259,7 @@ def _make_spans(named: list[tuple[str, nn.Parameter]], groups: Mapping[bool, dis
         # A tied parameter has a span to itself: then every stage has it at the same place, cut into the same parts.
         kinds = [(parameter.ndim >= 2, *_spread(parameter), name if name in ties else None,
                   expert_part(parameter) is not None) for name, parameter in ours]
-        plans = plan_spans([local_tensor(parameter).numel() for _, parameter in ours], kinds, replicas, most)
+        plans = plan_gradient_buckets([local_tensor(parameter).numel() for _, parameter in ours], kinds, replicas, most)
         device = local_tensor(ours[0][1]).device
         # Two storages: whoever journals writes to gradients must not have to save the parameters with them.
         flats = [torch.zeros(sum(plan.size for plan in plans), dtype=dtype, device=device) for _ in range(2)]
@@ -278,7 +278,8 @@ def _make_spans(named: list[tuple[str, nn.Parameter]], groups: Mapping[bool, dis
             if shared:
                 sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
             reduced = gradients if group is None and sharers is None else torch.zeros_like(gradients[own])
-            spans.append(Span(members, parameters, gradients, group, own, reduced, decays, sharded, sharers, tied))
+            spans.append(GradientBucket(members, parameters, gradients, group, own, reduced, decays, sharded, sharers,
+                                        tied))
     return spans
 
 

@@ -24,7 +24,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class SpanPlan:
+class GradientBucketPlan:
     """One span. size: elements with padding, a multiple of the number of ranks."""
 
     kind: Hashable
@@ -32,14 +32,15 @@ class SpanPlan:
     size: int
 
 
-def plan_spans(sizes: Sequence[int], kinds: Sequence[Hashable], ranks: int, most: int | None) -> list[SpanPlan]:
-    """Spans for parameters of `sizes` elements, given in order of registration.
+def plan_gradient_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], ranks: int, most: int | None
+                          ) -> list[GradientBucketPlan]:
+    """Buckets for parameters of `sizes` elements, given in order of registration.
 
     kinds: parameters of unequal kinds share no span. most: elements after which a span is closed (a larger
     parameter has one of its own); None = never.
     """
     open_now: dict[Hashable, list[Placed]] = {}
-    done: list[SpanPlan] = []
+    done: list[GradientBucketPlan] = []
     for index in reversed(range(len(sizes))):
         members = open_now.setdefault(kinds[index], [])
         start = _rounded(members[-1].stop, ALIGNMENT) if members else 0
@@ -52,8 +53,8 @@ def plan_spans(sizes: Sequence[int], kinds: Sequence[Hashable], ranks: int, most
     return sorted(done, key=lambda span: min(-member.index for member in span.members))
 
 
-def _closed(kind: Hashable, members: list[Placed], ranks: int) -> SpanPlan:
-    return SpanPlan(kind, tuple(members), _rounded(members[-1].stop, ALIGNMENT * ranks))
+def _closed(kind: Hashable, members: list[Placed], ranks: int) -> GradientBucketPlan:
+    return GradientBucketPlan(kind, tuple(members), _rounded(members[-1].stop, ALIGNMENT * ranks))
 
 
 def _rounded(count: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ from packgraph.train.step import own_share
 
 
 @dataclass(frozen=True)
-class Sharing:
+class MicrobatchAssignment:
     """How steps are shared out. replicas: ranks, or groups of them, with microbatches of their own; replica: this one.
 
     together: replicas that share experts; see `own_share`. rank_tokens: of any row, where rows are those of groups of
@@ -28,12 +28,12 @@ class Sharing:
     rank_tokens: int | None = None
 
     @staticmethod
-    def of(mesh: Mesh, rank_tokens: int | None = None) -> "Sharing":
+    def of(mesh: Mesh, rank_tokens: int | None = None) -> "MicrobatchAssignment":
         """That of a run over `mesh`."""
         if rank_tokens is None:
-            return Sharing(mesh.size("dp"), mesh.place["dp"], mesh.size("ep"))
+            return MicrobatchAssignment(mesh.size("dp"), mesh.place["dp"], mesh.size("ep"))
         place = mesh.place["dp"] * mesh.size("cp") + mesh.place["cp"]
-        return Sharing(mesh.size("dp") * mesh.size("cp"), place, rank_tokens=rank_tokens)
+        return MicrobatchAssignment(mesh.size("dp") * mesh.size("cp"), place, rank_tokens=rank_tokens)
 
     def share(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """This replica's packs of a step."""

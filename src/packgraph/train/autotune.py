@@ -27,7 +27,7 @@ from packgraph.graphs.fallback import eager
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.train.assignment import Sharing
+from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.choice import EAGER, REPLAY, Choice, Timing, Vote, Way, choose
 from packgraph.train.config_values import render
 from packgraph.train.timing_turns import Turns
@@ -111,7 +111,7 @@ class Autotune:
     """Times the buckets of one run and says how each of them is run. Collective: all ranks run the same steps."""
 
     def __init__(self, graphs: Graphs, mesh: Mesh, device: torch.device, *, whole_steps: bool,
-                 sharing: Sharing | None = None) -> None:
+                 sharing: MicrobatchAssignment | None = None) -> None:
         """whole_steps: time steps instead of microbatches, where several of them are on their way at once or one graph
         holds them all; there is one choice then. sharing: who runs which packs, default: replicas. `clock` may be
         replaced before the first step."""
@@ -120,7 +120,7 @@ class Autotune:
         self._graphs, self._mesh, self._device = graphs, mesh, device
         self._bank: frozenset[Capacity] = frozenset()
         self._buckets: list[Bucket] = []
-        self._sharing = sharing or Sharing.of(mesh)
+        self._sharing = sharing or MicrobatchAssignment.of(mesh)
         self._turns = Turns(self._sharing.replicas)
         self._way: Way | None = None
         self._attempts: Counter[Bucket] = Counter()

@@ -10,14 +10,14 @@ import torch
 
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.decoder import DecoderModel
-from packgraph.moe.dispatch.assignment import Sharing
+from packgraph.moe.dispatch.assignment import ExpertAssignment
 from packgraph.moe.dispatch.choose import make_dispatcher
-from packgraph.parallel.consensus import PATIENCE, replica_vote, stage_vote
+from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
-from packgraph.train.assignment import Sharing as RowSharing
+from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.autotune import Autotune
 from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
 from packgraph.train.exchange_buffers import make_buffers
@@ -45,7 +45,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
     shared = config.model.experts.enabled and mesh.size("ep") > 1
-    sharing = Sharing.over(config.model.experts.count, mesh.group("ep")) if shared else None
+    sharing = ExpertAssignment.over(config.model.experts.count, mesh.group("ep")) if shared else None
     mine = None if sharing is None else range(sharing.first, sharing.first + sharing.count)
     models = _build(config, device, stages, ranks * chunks, mine)
     for model in models if mesh.size("tp") > 1 else ():
@@ -79,11 +79,11 @@ def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device,
     executor.everyone = mesh.everyone()
     # A partner of a failed capture has begun its own at the same time; only compiling may take it much longer.
     patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout
-    executor.vote_by(stage_vote(mesh, patience), replica_vote(mesh, patience))
+    executor.vote_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
         executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor,
-                                     sharing=RowSharing.of(mesh, rank_tokens(config)))
+                                     sharing=MicrobatchAssignment.of(mesh, rank_tokens(config)))
     return executor
 
 

@@ -11,7 +11,7 @@ from packgraph.train.options import TrainConfig
 def context_choices(config: TrainConfig) -> dict[int, ContextChoice]:
     """How ranks share attention, for every number of ranks over 1 that may share a row of the run.
 
-    Raises ValueError where that cannot be, which `disagreements` finds first.
+    Raises ValueError where that cannot be, which `validate` finds first.
     """
     parallel = config.parallel
     return choices_of(config, {parallel.cp, *(context_sizes(parallel.cp) if parallel.dynamic_cp else ())})

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packgraph.graphs.consensus import Vote, alone
-from packgraph.graphs.copy_streams import Lanes
+from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import GraphedModule, control, graph
@@ -145,7 +145,7 @@ class Executor:
         """The steps of this process after which the graphs that stay have been captured."""
         return self._options.warmup + (0 if self.prepare is None else self.prepare.trial_steps)
 
-    def lanes(self, chunk: int) -> Lanes | None:
+    def lanes(self, chunk: int) -> CopyStreams | None:
         """The lanes that copy beside the work of this rank's chunk number `chunk`; None where there are no graphs."""
         return self._graphed[chunk].capture_backend.lanes if self._graphed else None
 

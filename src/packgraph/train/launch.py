@@ -34,7 +34,7 @@ from packgraph.train.run_folder import can_go_on, check_same_run, choose_folder,
 from packgraph.train.shared_folder import begin_in
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import Trainer
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 
 ALONE = Launch()
 
@@ -78,11 +78,11 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
 
     world: number of processes; each of them reads all packs, and finds the same. Raises ConfigError and DataError.
     """
-    problems = disagreements(config, device.type, world=world)
+    problems = validate(config, device.type, world=world)
     if problems:
         raise ConfigError(problems)
     tokenizer = build_tokenizer(config.data)
-    problems = disagreements(config, device.type, tokenizer.vocab_size, world)
+    problems = validate(config, device.type, tokenizer.vocab_size, world)
     if problems:
         raise ConfigError(problems)
     documents = open_documents(config.data)

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.capture import explained
-from packgraph.graphs.captured_capacities import OVER_BUDGET, KeptCapacities
+from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.consensus import Vote, alone
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.forget import forget_code
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.memory.bank import BankMemory
 from packgraph.graphs.memory.budget import budget_bytes, shown
-from packgraph.graphs.memory.free import free_unused
+from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.memory.trace import predict_bank, trace_memory
 from packgraph.packing.capacity import Capacity
 
@@ -109,7 +109,7 @@ def plan_memory(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Se
         banks = ()
     if dropped:
         for chunk in chunks:
-            control(chunk).capacities = KeptCapacities(kept, dict.fromkeys(dropped, OVER_BUDGET))
+            control(chunk).capacities = CapturedCapacities(kept, dict.fromkeys(dropped, OVER_BUDGET))
     if banks:
         notes.append(_told(banks, kept))
     return MemoryPlan(tuple(kept), tuple(dropped), banks, tuple(notes))
@@ -141,7 +141,7 @@ def _predicted(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Seq
             error = None  # its traceback holds this frame, and what was to be captured
             for traced in chunks:
                 forget_code(traced)
-            free_unused(chunks[0].device)  # the next trial may need it, and no allocator looks for it
+            free_memory(chunks[0].device)  # the next trial may need it, and no allocator looks for it
             return (), told
     return tuple(banks), None
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from packgraph.graphs.choose import make_lanes
+from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.regions import Run, cut_runs, scope_errors
 from packgraph.graphs.stages import Stage
 from packgraph.models.chunks import ModelChunks
@@ -26,7 +26,7 @@ from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import knob_moves, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import why_not
-from packgraph.offloading.runtime import PARTS, Offload
+from packgraph.offloading.runtime import PARTS, OffloadRuntime
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
 from packgraph.offloading.speed import copy_speed
 from packgraph.parallel.mesh import Mesh
@@ -85,8 +85,8 @@ class Offloading:
     again after the trial. planned_by: what took the times that plans count on. is_final: whether plans cannot change
     any more. trial_steps: by graphs, before the second plan."""
 
-    def __init__(self, engines: Sequence[Offload], planners: Sequence[Planner], warmup: int, device: torch.device,
-                 everyone: dist.ProcessGroup | None, captures: bool = True) -> None:
+    def __init__(self, engines: Sequence[OffloadRuntime], planners: Sequence[Planner], warmup: int,
+                 device: torch.device, everyone: dist.ProcessGroup | None, captures: bool = True) -> None:
         """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan before. everyone:
         all ranks of the run, None = this process alone. captures: whether there will be graphs of whole passes."""
         self.engines, self.planners, self._warmup, self._device = list(engines), list(planners), warmup, device
@@ -181,9 +181,10 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
     engines, planners = [], []
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
         planner = Planner(options, rank, count, one_pool)
-        engine = Offload(options.modules, executor.lanes(number) or make_lanes(device), min_bytes=options.min_bytes,
-                         in_flight=options.in_flight, postpones=options.delay_until_replay and config.graph.enabled,
-                         parts=PARTS if planner.by_times else 1)
+        engine = OffloadRuntime(options.modules, executor.lanes(number) or make_copy_streams(device),
+                                min_bytes=options.min_bytes, in_flight=options.in_flight,
+                                postpones=options.delay_until_replay and config.graph.enabled,
+                                parts=PARTS if planner.by_times else 1)
         attach(engine, chunk)
         engines.append(engine)
         planners.append(planner)

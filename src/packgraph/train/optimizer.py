@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.data import FlatParameters, Span
+from packgraph.parallel.data import FlatParameters, GradientBucket
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ties import tie_groups
 from packgraph.train.expert_balance import ExpertBalance
@@ -154,7 +154,7 @@ def _gradient(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def _master(span: Span) -> Tensor:
+def _master(span: GradientBucket) -> Tensor:
     """The float32 values that this rank updates: its part of the span, or a copy where the span is narrower."""
     if span.parameters.dtype == torch.float32:
         master = span.own_parameters.detach().requires_grad_()

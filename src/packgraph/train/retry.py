@@ -33,7 +33,7 @@ class Launched:
     made: int = 0
 
 
-class Repeats:
+class StepRetries:
     """Launches steps and keeps those that are not `confirmed` yet, oldest first."""
 
     def __init__(self, executor: Executor, optimizer: Optimizer, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
-from packgraph.train.assignment import Sharing
+from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint import (
     FoundCheckpoint,
@@ -47,7 +47,7 @@ from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, su
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
-from packgraph.train.retry import Repeats
+from packgraph.train.retry import StepRetries
 from packgraph.train.row_timing import is_wanted, measured_cost, put_back, slowest_rank, time_row
 from packgraph.train.run_files import read_json, write_json, writing
 from packgraph.train.run_folder import SUMMARY
@@ -113,7 +113,7 @@ class Trainer:
         if config.parallel.dispatcher_name == "symmetric":
             self._whereabouts.limit = TIMEOUT.total_seconds()  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
-        self._sharing = Sharing.of(self.mesh, rank_tokens(config))
+        self._sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
@@ -121,7 +121,7 @@ class Trainer:
         if config.run.on_spike == "skip":
             self.optimizer.watch()
         self.spikes = Spikes()
-        self._repeats = Repeats(self.executor, self.optimizer, device)
+        self._repeats = StepRetries(self.executor, self.optimizer, device)
         self.step = 0
         self._made = 0  # steps that this process has launched
         self._resumed_at = 0

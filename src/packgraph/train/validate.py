@@ -14,7 +14,7 @@ from packgraph.train.stage_tokens import stage_tokens
 FEWEST_TOKENS = 2  # of a document with a token to predict
 
 
-def disagreements(config: TrainConfig, device_type: str, vocabulary: int | None = None, world: int = 1) -> list[str]:
+def validate(config: TrainConfig, device_type: str, vocabulary: int | None = None, world: int = 1) -> list[str]:
     """All reasons why the sections of `config` do not fit together on a device of `device_type` (`cpu` or `cuda`).
 
     vocabulary: number of token ids of the tokenizer, when it is known already. world: processes of the run.

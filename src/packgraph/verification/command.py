@@ -17,10 +17,10 @@ from packgraph.train.config import ConfigError
 from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels
 from packgraph.train.options import TrainConfig
 from packgraph.verification.matrix import default_matrix, ranks_matrix
-from packgraph.verification.progress import SILENT, Pace
+from packgraph.verification.progress import SILENT, VerificationProgress
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import print_ranks_report, print_ranks_total, print_report, print_total
-from packgraph.verification.sequential import verify_apart
+from packgraph.verification.sequential import verify_sequential
 from packgraph.verification.verify import VerifyReport, verify
 
 PRESET_STEPS, MATRIX_STEPS = 50, 30
@@ -50,7 +50,7 @@ def verify_command(config: TrainConfig | None, steps: int | None, *, one_process
         return _shown(default_matrix(device, steps or MATRIX_STEPS))
     made, pace = config, _pace(launch)
     if apart:
-        return _shown([verify_apart(made.preset, made, lambda: iter(open_data(made, device)), device, pace=pace)])
+        return _shown([verify_sequential(made.preset, made, lambda: iter(open_data(made, device)), device, pace=pace)])
     return _shown([verify(made.preset, made, iter(open_data(made, device)), device, pace=pace)])
 
 
@@ -74,8 +74,8 @@ def verify_problems(config: TrainConfig | None, steps: int | None, world: int, *
     return problems
 
 
-def _pace(launch: Launch) -> Pace:
-    return SILENT if launch.rank else Pace(lambda text: print(text, file=sys.stderr, flush=True))
+def _pace(launch: Launch) -> VerificationProgress:
+    return SILENT if launch.rank else VerificationProgress(lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def _shown(reports_as_done: Iterable[VerifyReport]) -> bool:

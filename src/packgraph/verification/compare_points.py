@@ -18,7 +18,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.collect import parts_of
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs, take_step
-from packgraph.verification.compared_run import Side
+from packgraph.verification.compared_run import ComparedRun
 
 LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM = "loss", "gradients", "summed gradients", "parameters", "random states"
 KINDS = (LOSS, GRADIENTS, PARAMETERS, RANDOM)
@@ -57,7 +57,7 @@ def steps_of(config: TrainConfig, packs: Packs, in_flight: Callable[[int], bool]
         yield Step(index, batches, in_flight(index))
 
 
-def moments(side: Side, step: Step, config: TrainConfig) -> Iterator[Moment[Tensor]]:
+def compare_points(side: ComparedRun, step: Step, config: TrainConfig) -> Iterator[Moment[Tensor]]:
     """Make a step, and stop at each of its moments."""
     rate, several = config.optimizer.learning_rate, side.mesh.world > 1
     if config.graph.optimizer:
@@ -70,12 +70,12 @@ def moments(side: Side, step: Step, config: TrainConfig) -> Iterator[Moment[Tens
     yield {SUMMED if several else GRADIENTS: {"global norm": norm}, PARAMETERS: side.parameters(), RANDOM: side.random}
 
 
-def _before_update(side: Side, loss: Tensor) -> Moment[Tensor]:
+def _before_update(side: ComparedRun, loss: Tensor) -> Moment[Tensor]:
     found = {LOSS: {"loss": loss}, GRADIENTS: side.optimizer.gradients()}
     return found | {SUMMED: _sums(side)} if side.mesh.world > 1 else found
 
 
-def _sums(side: Side) -> dict[str, Tensor]:
+def _sums(side: ComparedRun) -> dict[str, Tensor]:
     """The live memory of what this rank has of the gradients summed over ranks, by name and place."""
     return {f"{name}, from element {list(corner)} on" if any(corner) else name: part
             for name, found in side.reduced_gradients().items() for corner, part in parts_of(found)}

@@ -16,7 +16,7 @@ from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed
-from packgraph.train.assignment import Sharing
+from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import Executor
@@ -28,13 +28,13 @@ from packgraph.train.step import accumulate, count_loss_tokens
 Made = TypeVar("Made")
 
 
-class Side:
+class ComparedRun:
     """Model, optimizer, executor and random states of one run on this rank. Collective where `mesh` has several."""
 
     def __init__(self, config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> None:
         """mesh: where the processes are; None = a run of this process alone."""
         self.device, self.mesh = device, mesh or single_process()
-        self.sharing = Sharing.of(self.mesh, rank_tokens(config))
+        self.sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         # Some steps have all their microbatches in flight.

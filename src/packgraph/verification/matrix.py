@@ -29,7 +29,7 @@ from packgraph.train.options import (
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.validate import disagreements
+from packgraph.train.validate import validate
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.switching import SwitchingSteps
 from packgraph.verification.verify import VerifyReport, verify
@@ -142,7 +142,7 @@ def layouts_of(world: int) -> list[Layout]:
     replicas = [layout for layout in every if layout.tp == 1 and (layout.dp or 1) > 1]
     every += [replace(layout, ep=layout.dp or 1) for layout in replicas]
     every += [replace(layout, dp=1, cp=layout.dp or 1) for layout in replicas]
-    return [layout for layout in every if not disagreements(config_for(layout, "layer", 30), "cpu", world=world)]
+    return [layout for layout in every if not validate(config_for(layout, "layer", 30), "cpu", world=world)]
 
 
 def dynamic_config(layout: Layout, granularity: str, steps: int) -> TrainConfig:

@@ -27,9 +27,9 @@ from packgraph.parallel.processes import on_first
 from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.step import Packs
 from packgraph.verification.compare_points import steps_of
-from packgraph.verification.compared_run import Side
+from packgraph.verification.compared_run import ComparedRun
 from packgraph.verification.copies import copies
-from packgraph.verification.progress import SILENT, Pace
+from packgraph.verification.progress import SILENT, VerificationProgress
 
 FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
     "first weights", "loss", "gradient norm", "gradients", "parameters", "copies of parameters", "optimizer state")
@@ -100,7 +100,8 @@ def relative_distance(found: Tensor, expected: Tensor, smallest: float = 0.0) ->
 
 
 def compare_with_one_process(config: TrainConfig, packs: Packs, device: torch.device, mesh: Mesh,
-                             budget: Callable[[int], int] | None = None, pace: Pace = SILENT) -> OneProcessReport:
+                             budget: Callable[[int], int] | None = None, pace: VerificationProgress = SILENT
+                             ) -> OneProcessReport:
     """Compare `config.run.steps` steps of the run over `mesh` with one process, on rank 0, without dropout.
 
     packs: on the host, the same on every rank. budget: real tokens of a step (default: run.tokens_per_step).
@@ -110,8 +111,8 @@ def compare_with_one_process(config: TrainConfig, packs: Packs, device: torch.de
     # The comparison stands between gradients and update, so the update cannot be in a graph with them.
     config = replace(config, model=replace(config.model, dropout=0.0), graph=replace(config.graph, optimizer=False))
     report = OneProcessReport(config.run.dtype)
-    run = Side(config, device, mesh)
-    alone = Side(_for_one(config), device) if mesh.rank == 0 else None
+    run = ComparedRun(config, device, mesh)
+    alone = ComparedRun(_for_one(config), device) if mesh.rank == 0 else None
     try:
         _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.model.stored())
         steps = steps_of(config, packs, lambda step: False, budget)
@@ -129,7 +130,7 @@ def _for_one(config: TrainConfig) -> TrainConfig:
     return replace(config, parallel=ParallelConfig(), graph=graph)
 
 
-def _one_step(step: int, run: Side, alone: Side | None, batches: list[PackedBatch], learning_rate: float,
+def _one_step(step: int, run: ComparedRun, alone: ComparedRun | None, batches: list[PackedBatch], learning_rate: float,
               report: OneProcessReport) -> None:
     number = step + 1
     loss = _loss_of_all(run, run.gradients_of(step, batches, in_flight=False))
@@ -149,7 +150,7 @@ def _one_step(step: int, run: Side, alone: Side | None, batches: list[PackedBatc
     _compare(STATE, number, run, alone, report, lambda side: side.optimizer.state_tensors())
 
 
-def _loss_of_all(run: Side, loss: Tensor) -> Tensor:
+def _loss_of_all(run: ComparedRun, loss: Tensor) -> Tensor:
     """The loss of the whole step, float32 []: every rank has that of its replica's share of packs and of its rows;
     stages and tensor parallel ranks have the same."""
     tells = not any(run.mesh.place[axis] for axis in AXES if axis not in ("dp", "cp"))
@@ -158,7 +159,7 @@ def _loss_of_all(run: Side, loss: Tensor) -> Tensor:
     return total
 
 
-def _compare_and_take_gradients(step: int, run: Side, alone: Side | None, whole: float,
+def _compare_and_take_gradients(step: int, run: ComparedRun, alone: ComparedRun | None, whole: float,
                                 report: OneProcessReport) -> None:
     """Compare every gradient of the step; then the single process goes on with the run's. whole: norm of all."""
     expected = {} if alone is None else alone.optimizer.gradients()
@@ -174,8 +175,8 @@ def _compare_and_take_gradients(step: int, run: Side, alone: Side | None, whole:
 
 
 @torch.no_grad()
-def _compare(kind: str, step: int, run: Side, alone: Side | None, report: OneProcessReport,
-             tensors_of: Callable[[Side], Mapping[str, Tensor]]) -> None:
+def _compare(kind: str, step: int, run: ComparedRun, alone: ComparedRun | None, report: OneProcessReport,
+             tensors_of: Callable[[ComparedRun], Mapping[str, Tensor]]) -> None:
     """Compare what `tensors_of` gives for both, tensor by tensor; then the single process goes on with the run's.
 
     Collective.

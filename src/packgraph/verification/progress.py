@@ -16,7 +16,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Pace:
+class VerificationProgress:
     """Watches phases. tell: takes a line of text. now: a clock, in seconds. every: seconds between two lines."""
 
     tell: Callable[[str], None]
@@ -42,4 +42,4 @@ class Pace:
             self.tell(f"{name}{done} step{'s' * (done != 1)} in {seconds:.0f} s")
 
 
-SILENT = Pace(lambda text: None)
+SILENT = VerificationProgress(lambda text: None)

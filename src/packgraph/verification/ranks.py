@@ -15,8 +15,8 @@ from packgraph.train.step import Packs
 from packgraph.verification.compare import Difference
 from packgraph.verification.compare_points import RANKS_KINDS
 from packgraph.verification.one_process import OneProcessReport, compare_with_one_process
-from packgraph.verification.progress import SILENT, Pace
-from packgraph.verification.sequential import verify_apart
+from packgraph.verification.progress import SILENT, VerificationProgress
+from packgraph.verification.sequential import verify_sequential
 from packgraph.verification.verify import VerifyReport, verify
 
 
@@ -58,14 +58,14 @@ class RanksReport:
 
 def verify_ranks(title: str, config: TrainConfig, open_packs: Callable[[], Packs],
                  device: torch.device, mesh: Mesh, *, one_process: bool = True, apart: bool = False,
-                 budget: Callable[[int], int] | None = None, pace: Pace = SILENT) -> RanksReport:
+                 budget: Callable[[int], int] | None = None, pace: VerificationProgress = SILENT) -> RanksReport:
     """Compare `config.run.steps` steps; collective, every rank returns the same report.
 
     open_packs: the packs of the run from its beginning, the same on every rank. one_process: also compare with one
     process, for which rank 0 needs memory for the whole model. apart: make the eager run and the graph run one after
     the other. budget: real tokens of a step. pace: told how far this rank is.
     """
-    mine = (verify_apart(title, config, open_packs, device, mesh=mesh, budget=budget, pace=pace) if apart else
+    mine = (verify_sequential(title, config, open_packs, device, mesh=mesh, budget=budget, pace=pace) if apart else
             verify(title, config, open_packs(), device, mesh=mesh, budget=budget, pace=pace))
     every = of_every_rank(mine, mesh)
     alone = compare_with_one_process(config, open_packs(), device, mesh, budget, pace) if one_process else None

@@ -25,9 +25,9 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
 from packgraph.verification.compare import Difference, first_difference
-from packgraph.verification.compare_points import Held, Moment, Step, moments, some_in_flight, steps_of
-from packgraph.verification.compared_run import Side
-from packgraph.verification.progress import SILENT, Pace
+from packgraph.verification.compare_points import Held, Moment, Step, compare_points, some_in_flight, steps_of
+from packgraph.verification.compared_run import ComparedRun
+from packgraph.verification.progress import SILENT, VerificationProgress
 
 
 @dataclass
@@ -70,7 +70,7 @@ class VerifyReport:
         self.steps, self.microbatches = step.number, self.microbatches + len(step.batches)
         self.rows.update(batch.capacity for batch in step.batches)
 
-    def read_counts(self, graph: Side) -> None:
+    def read_counts(self, graph: ComparedRun) -> None:
         """What the graph run has replayed and made again."""
         totals = graph.executor.summary()
         self.replayed, self.fallbacks, self.made_again = totals["replayed"], totals["fallbacks"], graph.made_again
@@ -78,7 +78,7 @@ class VerifyReport:
 
 def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, *,
            mesh: Mesh | None = None, in_flight: Callable[[int], bool] = some_in_flight,
-           budget: Callable[[int], int] | None = None, pace: Pace = SILENT) -> VerifyReport:
+           budget: Callable[[int], int] | None = None, pace: VerificationProgress = SILENT) -> VerifyReport:
     """Compare `config.run.steps` steps of eager and graph training on the packs of `packs` (on the host).
 
     mesh: where the processes are, each of which calls this with the same packs; None = this process alone. in_flight:
@@ -86,11 +86,12 @@ def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, 
     tokens of a step (default: run.tokens_per_step). pace: told how far it is. Goes on after a difference of one kind,
     to report the first one of each: those of this rank.
     """
-    eager, graph = Side(without_graphs(config), device, mesh), Side(with_graphs(config), device, mesh)
+    eager, graph = ComparedRun(without_graphs(config), device, mesh), ComparedRun(with_graphs(config), device, mesh)
     report = VerifyReport(title)
     try:
         for step in pace.of("", config.run.steps, steps_of(config, packs, in_flight, budget)):
-            for expected, found in zip(moments(eager, step, config), moments(graph, step, config), strict=True):
+            points = [compare_points(run, step, config) for run in (eager, graph)]
+            for expected, found in zip(*points, strict=True):
                 report.compare(step, expected, found, first_difference)
             report.count(step)
         report.read_counts(graph)

@@ -27,7 +27,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._pytree import tree_flatten
 
-from packgraph.graphs.compile_units import Piece, saving
+from packgraph.graphs.compile_units import CompileUnit, saving
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
@@ -96,7 +96,7 @@ class Compiler:
         self._uses = _Uses()
         self._shared: set[int] = set()
 
-    def run(self, pieces: Sequence[Piece], state: State) -> State:
+    def run(self, pieces: Sequence[CompileUnit], state: State) -> State:
         """Run the stages on `state`. Raises CaptureError at the user's line for what cannot be compiled."""
         opened = {key: OpenBatch.of(value) for key, value in state.items() if isinstance(value, PackedBatch)}
         closed = {id(batch): state[key] for key, batch in opened.items()}
@@ -113,7 +113,7 @@ class Compiler:
                 codes.append(code)
         return {key: closed.get(id(value), value) for key, value in state.items()}
 
-    def _call(self, piece: Piece, code: Code, state: State) -> State:
+    def _call(self, piece: CompileUnit, code: Code, state: State) -> State:
         self._now = piece.name
         try:
             with saving(piece, state):
@@ -121,7 +121,7 @@ class Compiler:
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
             raise _explained(piece, error) from error
 
-    def _code_for(self, piece: Piece, state: State) -> Code:
+    def _code_for(self, piece: CompileUnit, state: State) -> Code:
         """Code of its own for every function and every bucket: torch limits how often one code is compiled."""
         shared = (type(piece.owner), piece.methods)
         key = (shared, _shapes(state))
@@ -212,7 +212,7 @@ def _code_of(uses: _Uses, shared: set[int] | None, weights: frozenset[int], gene
     return code if shared is None or not products else AddingCode(code, products, shared)
 
 
-def _chain(piece: Piece) -> Code:
+def _chain(piece: CompileUnit) -> Code:
     """The piece's stages as one function, with a code object of its own: torch keeps what it compiled with that."""
     methods, owned = piece.methods, piece.owner is not None
 
@@ -266,7 +266,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _explained(piece: Piece, error: Exception) -> CaptureError:
+def _explained(piece: CompileUnit, error: Exception) -> CaptureError:
     """What torch.compile has raised, as an error at the user's line."""
     if isinstance(error, FailOnRecompileLimitHit):
         return CaptureError(f"the stages {piece.name} were compiled again and again for the same shapes: something "
@@ -288,7 +288,7 @@ def _line(error: BaseException) -> str | None:
     return None
 
 
-def _definition(piece: Piece) -> str:
+def _definition(piece: CompileUnit) -> str:
     """Where the first of the stages begins."""
     code = getattr(piece.methods[0], "__code__", None)
     return user_line() if code is None else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from packgraph.graphs.backend import Result
-from packgraph.graphs.copy_streams import HostMemories, capturing_lanes
-from packgraph.graphs.cuda.copy_streams import CudaLanes, pinned, streams_beside
+from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
+from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
 from packgraph.graphs.cuda.history import PoolHistory
 from packgraph.graphs.cuda.status import told_as_in_eager_calls
 from packgraph.graphs.cuda.workspaces import CublasWorkspaces
@@ -107,7 +107,7 @@ class CudaWindow:
 
     def __init__(self, backend: "CudaBackend", pool: CudaPool, brief: CudaPool) -> None:
         self.backend, self.pool, self.brief = backend, pool, brief
-        self.lanes = CudaLanes(backend.device, backend.out_stream, backend.back_stream, pool.host)
+        self.lanes = CudaCopyStreams(backend.device, backend.out_stream, backend.back_stream, pool.host)
         self.graphs: list[CudaGraph] = []
         self._waiting: list[CudaGraph] = []
         self._noted: list[Lifetime] | None = None
@@ -117,7 +117,7 @@ class CudaWindow:
         graph, pool = self._new_graph(), self.brief if brief else self.pool
         self.lanes.next_capture()
         # What the code calls was seen in the rehearsal.
-        with torch.cuda.stream(self.backend.stream), capturing_lanes(self.lanes), unwatched_calls(), \
+        with torch.cuda.stream(self.backend.stream), capturing_copy_streams(self.lanes), unwatched_calls(), \
                 told_as_in_eager_calls():
             pool.begin(graph)
             ended = False
@@ -214,7 +214,7 @@ class CudaBackend:
         self.stream = self.workspaces.stream
         # Copies beside the captured work, and beside eager work.
         self.out_stream, self.back_stream, eager_out, eager_back = streams_beside(self.stream, 4)
-        self.lanes = CudaLanes(self.device, eager_out, eager_back)
+        self.lanes = CudaCopyStreams(self.device, eager_out, eager_back)
         self.spare = torch.zeros(1, device=self.device)
         self.extra_generators = list(extra_generators)
 

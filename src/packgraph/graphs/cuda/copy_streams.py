@@ -43,7 +43,7 @@ def streams_beside(stream: torch.cuda.Stream, count: int) -> list[torch.cuda.Str
     return list(found.values())
 
 
-class CudaLanes:
+class CudaCopyStreams:
     """The lanes of eager work, or, with `memories` of a slot, of the captures of one window."""
 
     def __init__(self, device: torch.device, out: torch.cuda.Stream, back: torch.cuda.Stream,
@@ -64,26 +64,26 @@ class CudaLanes:
         self._under_way = []
 
     def host(self, nbytes: int) -> HostMemory:
-        """See Lanes."""
+        """See CopyStreams."""
         return self._free.take(nbytes)
 
     def give_back(self, host: HostMemory) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         self._free.give_back(host)
 
     def point(self) -> torch.cuda.Event:
-        """See Lanes."""
+        """See CopyStreams."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
-        """See Lanes."""
+        """See CopyStreams."""
         pieces, places = placed(host, sources)
         return self._queue("out", places, pieces, host, since, list(sources))
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
-        """See Lanes."""
+        """See CopyStreams."""
         pieces, places = placed(host, targets)
         return self._queue("back", pieces, places, host, None, [])
 
@@ -107,29 +107,29 @@ class CudaLanes:
         return host.last
 
     def wait(self, copy: Copy) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         if not copy.done and copy.scope == self.scope:
             torch.cuda.current_stream(self.device).wait_event(copy.native)
         copy.finish()
         self._under_way = [other for other in self._under_way if other is not copy]
 
     def join(self) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         self.launched()
         for copy in list(self._under_way):
             self.wait(copy)
 
     def postpone(self, launch: Callable[[], None]) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         self._postponed.append(launch)
 
     def launched(self) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         while self._postponed:
             self._postponed.popleft()()
 
     def clock(self) -> torch.cuda.Event:
-        """See Lanes."""
+        """See CopyStreams."""
         return self._clock(torch.cuda.current_stream(self.device))
 
     def _clock(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -141,12 +141,12 @@ class CudaLanes:
         return event
 
     def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """See Lanes."""
+        """See CopyStreams."""
         end.synchronize()
         return 1000.0 * start.elapsed_time(end)
 
     def memory(self) -> DeviceMemory:
-        """See Lanes."""
+        """See CopyStreams."""
         # The plain dictionary: memory_allocated and max_memory_allocated flatten and sort it first, each for itself.
         found = look(self.device)["allocated_bytes"]["all"]
         return DeviceMemory(found["current"], found["peak"])

@@ -6,7 +6,7 @@ import torch
 COLLECTIONS = 8  # at the most: each may find what the last has freed
 
 
-def free_unused(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """Let go of garbage and of the allocators' cached blocks, pinned ones of the host, too.
 
     An exception and its frames are a cycle; only when that is gone does autograd's graph go that the frames had, and

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
-from packgraph.graphs.capture import capture_variant, rehearse
+from packgraph.graphs.capture import capture_variant, dry_run
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
 from packgraph.graphs.graphed import GraphedModule, control
@@ -27,7 +27,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.signature import signature
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.strides import contiguous_strides, own_strides
-from packgraph.graphs.unsupported import refusal
+from packgraph.graphs.unsupported import find_unsupported
 from packgraph.graphs.wrapper import as_in_training
 from packgraph.packing.capacity import Capacity
 
@@ -39,7 +39,7 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
     became of their traces. Raises CaptureError where a capture would; with collectives in the module it is collective.
     """
     own = control(graphed)
-    refused, call = refusal(own.module), signature(args, {}, own.device)
+    refused, call = find_unsupported(own.module), signature(args, {}, own.device)
     if refused is not None:
         raise CaptureError(refused.what, user_line(), refused.remedy)
     if call is None:
@@ -55,7 +55,7 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
         own._compile(call, args, {})  # first by itself, as before a capture
         program, backend, gradients = own._program, own.capture_backend, own._output_gradients.of(call.key)
         slot = Slot(0, backend, own.device, backend.new_pool())
-        rehearsal = rehearse(program, backend, gradients, args, {})
+        rehearsal = dry_run(program, backend, gradients, args, {})
         try:
             capture_variant(program, backend, slot, SpareGradients(program.module), gradients, lambda: None,
                             contextlib.nullcontext(), own.lends, args, {}, rehearsal, lifetimes).reset()

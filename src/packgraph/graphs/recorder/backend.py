@@ -21,20 +21,20 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.backend import Result
-from packgraph.graphs.copy_streams import capturing_lanes
+from packgraph.graphs.copy_streams import capturing_copy_streams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.host_calls import Unseen, watched_calls
 from packgraph.graphs.host_sync import (
     LEAVE_OUT,
     CodeWatcher,
-    HostReadGuard,
+    HostSyncCheck,
     Journal,
     refuse_unsafe,
     shapes_only,
 )
 from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages
-from packgraph.graphs.recorder.copy_streams import EmulatedLanes, RecordedLanes
+from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
 from packgraph.graphs.strides import with_bits
@@ -224,10 +224,10 @@ def _host_step(step: Any, pending: dict[int, Any]) -> None:
 class RecorderWindow:
     """The capture of one variant: all its graphs share one clock of births and deaths."""
 
-    def __init__(self, pool: RecorderPool, brief: RecorderPool, journal: Journal, lanes: EmulatedLanes) -> None:
+    def __init__(self, pool: RecorderPool, brief: RecorderPool, journal: Journal, lanes: EmulatedCopyStreams) -> None:
         """lanes: of the backend's eager work."""
         self.pool, self.brief, self.journal = pool, brief, journal
-        self.lanes = RecordedLanes(self, pool.host, lanes.queues.late)
+        self.lanes = RecordedCopyStreams(self, pool.host, lanes.queues.late)
         self._launched = lanes.launched
         self._nodes: list[_Node] = []
         self._is_brief = False
@@ -325,8 +325,8 @@ class RecorderWindow:
         def waited(work: Any) -> None:
             nodes.append(_Node(_Wait(self.number_of(work)), None, [], []))
 
-        with capturing_lanes(self.lanes), recorded_host(step, waited), HostReadGuard(None), _Recording(self, nodes), \
-                contextlib.ExitStack() as at_end:
+        with capturing_copy_streams(self.lanes), recorded_host(step, waited), HostSyncCheck(None), \
+                _Recording(self, nodes), contextlib.ExitStack() as at_end:
             at_end.callback(self.lanes.join)  # also on errors: sources of copies under way are held until then
             result = run()
         self._is_brief = False
@@ -378,7 +378,7 @@ class RecorderBackend:
 
     def __init__(self, extra_generators: Sequence[torch.Generator] = ()) -> None:
         self.extra_generators = list(extra_generators)
-        self.lanes = EmulatedLanes(set[str]())
+        self.lanes = EmulatedCopyStreams(set[str]())
 
     def new_pool(self) -> RecorderPool:
         """An empty pool."""

@@ -98,7 +98,7 @@ class _Weak:
         return torch.empty(0, dtype=torch.uint8).set_(storage, self._start, (self._count,), (1,))
 
 
-class EmulatedLanes:
+class EmulatedCopyStreams:
     """The lanes of eager work on the CPU. late: lanes whose copies run as late as they may, of `out` and `back`."""
 
     def __init__(self, late: Collection[str] = ()) -> None:
@@ -112,24 +112,24 @@ class EmulatedLanes:
         self.trial = False
 
     def host(self, nbytes: int) -> HostMemory:
-        """See Lanes."""
+        """See CopyStreams."""
         return self._free.take(nbytes)
 
     def give_back(self, host: HostMemory) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         self._free.give_back(host)
 
     def point(self) -> None:
-        """See Lanes. Main has done what it has launched."""
+        """See CopyStreams. Main has done what it has launched."""
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
-        """See Lanes."""
+        """See CopyStreams."""
         pieces, places = placed(host, sources)
         weak = [_Weak(piece) for piece in pieces]
         return self._queue("out", host, list(sources), lambda: copy_out([w.tensor() for w in weak], places))
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
-        """See Lanes."""
+        """See CopyStreams."""
         _unseen(lambda: [target.fill_(POISON) for target in targets])()
         pieces, places = placed(host, targets)
         weak = [_Weak(piece) for piece in pieces]
@@ -143,36 +143,36 @@ class EmulatedLanes:
         return host.last
 
     def wait(self, copy: Copy) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         self.queues.finish(copy.native)
         copy.finish()
         self._under_way.pop(copy.native, None)
 
     def join(self) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         self.launched()
         for copy in list(self._under_way.values()):
             self.wait(copy)
 
     def postpone(self, launch: Callable[[], None]) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         self._postponed.append(launch)
 
     def launched(self) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         while self._postponed:
             self._postponed.popleft()()
 
     def clock(self) -> Any:
-        """See Lanes."""
+        """See CopyStreams."""
         return [time.perf_counter()]
 
     def elapsed_us(self, start: Any, end: Any) -> float:
-        """See Lanes."""
+        """See CopyStreams."""
         return 1e6 * (end[0] - start[0])
 
     def memory(self) -> DeviceMemory | None:
-        """See Lanes."""
+        """See CopyStreams."""
         return None
 
 
@@ -192,7 +192,7 @@ class Recorder(Protocol):
         """Put `step` into the program: it is called with the memory of `tensors` at every replay."""
 
 
-class RecordedLanes(EmulatedLanes):
+class RecordedCopyStreams(EmulatedCopyStreams):
     """The lanes of the captures of one window: they run at once while the program is recorded, and as told in replays.
 
     late: as above, looked at in every replay.
@@ -204,13 +204,13 @@ class RecordedLanes(EmulatedLanes):
         self._window, self._replays = weakref.proxy(window), Queues(late)  # the window has its lanes
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
-        """See Lanes."""
+        """See CopyStreams."""
         before, copy, (pieces, places) = host.last, super().out(sources, host), placed(host, sources)
         self._note(copy, before, pieces, lambda given: copy_out(given, places))
         return copy
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
-        """See Lanes."""
+        """See CopyStreams."""
         before, copy, (pieces, places) = host.last, super().back(host, targets), placed(host, targets)
         self._note(copy, before, pieces, lambda given: copy_back(given, places))
         return copy
@@ -227,7 +227,7 @@ class RecordedLanes(EmulatedLanes):
         self._window.note(queue, tensors)
 
     def clock(self) -> Any:
-        """See Lanes."""
+        """See CopyStreams."""
         clock = super().clock()
 
         def read() -> None:
@@ -237,7 +237,7 @@ class RecordedLanes(EmulatedLanes):
         return clock
 
     def wait(self, copy: Copy) -> None:
-        """See Lanes."""
+        """See CopyStreams."""
         if not copy.done and copy.scope == self.scope:  # those of earlier captures were joined there
             self._window.note(lambda: self._replays.finish(copy.native), [])
         super().wait(copy)

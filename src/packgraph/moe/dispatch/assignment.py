@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ExpertAssignment:
     """num_experts: of the layer. ranks: that share them; rank: of this process among them."""
 
     num_experts: int
@@ -13,12 +13,12 @@ class Sharing:
     rank: int
 
     @staticmethod
-    def over(num_experts: int, group: dist.ProcessGroup | None) -> "Sharing":
+    def over(num_experts: int, group: dist.ProcessGroup | None) -> "ExpertAssignment":
         """The experts of a layer shared by the ranks of `group`; None = this process has all. Raises ValueError."""
         ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        if problem := sharing_problem(num_experts, ranks):
+        if problem := assignment_problem(num_experts, ranks):
             raise ValueError(problem)
-        return Sharing(num_experts, ranks, rank)
+        return ExpertAssignment(num_experts, ranks, rank)
 
     @property
     def count(self) -> int:
@@ -31,7 +31,7 @@ class Sharing:
         return self.rank * self.count
 
 
-def sharing_problem(num_experts: int, ranks: int) -> str | None:
+def assignment_problem(num_experts: int, ranks: int) -> str | None:
     """Why `ranks` ranks cannot share the experts of a layer, None where they can."""
     if num_experts % ranks == 0:
         return None

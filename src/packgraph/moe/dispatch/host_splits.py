@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.moe.dispatch.assignment import Sharing
+from packgraph.moe.dispatch.assignment import ExpertAssignment
 from packgraph.moe.dispatch.dispatcher import Routing, Rows
 from packgraph.moe.dispatch.exchange import exchange
 from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
@@ -44,7 +44,7 @@ class HostSplitsDispatcher:
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None) -> None:
         """Raises ValueError when the ranks cannot share the experts equally."""
-        self._sharing, self._group = Sharing.over(num_experts, group), group
+        self._sharing, self._group = ExpertAssignment.over(num_experts, group), group
         self.num_experts, self.first, self.count = num_experts, self._sharing.first, self._sharing.count
 
     @property

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.moe.dispatch.assignment import Sharing
+from packgraph.moe.dispatch.assignment import ExpertAssignment
 from packgraph.moe.dispatch.dispatcher import Routing, Rows
 from packgraph.moe.dispatch.exchange import exchange
 from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
@@ -47,7 +47,7 @@ class PaddedDispatcher:
         """Raises ValueError when the ranks cannot share the experts equally, or for a factor below 1."""
         if not (math.isfinite(factor) and factor >= 1):
             raise ValueError(f"a factor of {factor} leaves less room than a balanced load needs: give 1 or more")
-        self._sharing, self._group, self.factor = Sharing.over(num_experts, group), group, factor
+        self._sharing, self._group, self.factor = ExpertAssignment.over(num_experts, group), group, factor
         self.num_experts, self.first, self.count = num_experts, self._sharing.first, self._sharing.count
 
     @property

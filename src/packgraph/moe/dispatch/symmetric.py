@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.moe.dispatch.assignment import Sharing
+from packgraph.moe.dispatch.assignment import ExpertAssignment
 from packgraph.moe.dispatch.dispatcher import Routing, Rows
 from packgraph.moe.peer_read.api import from_experts, to_experts
 from packgraph.moe.peer_read.buffers import Buffers, rows_for
-from packgraph.moe.peer_read.plan import PullPlan, plan_pull
+from packgraph.moe.peer_read.plan import PeerReadPlan, plan_peer_read
 
 
 class SymmetricDispatcher:
@@ -34,7 +34,7 @@ class SymmetricDispatcher:
         """Raises ValueError when the ranks cannot share the experts equally, or for a factor below 1."""
         if not (math.isfinite(factor) and factor >= 1):
             raise ValueError(f"a factor of {factor} leaves less room than a balanced load needs: give 1 or more")
-        self._sharing, self._group, self.factor = Sharing.over(num_experts, group), group, factor
+        self._sharing, self._group, self.factor = ExpertAssignment.over(num_experts, group), group, factor
         self.num_experts, self.first, self.count = num_experts, self._sharing.first, self._sharing.count
         self.buffers = buffers
 
@@ -56,7 +56,7 @@ class SymmetricDispatcher:
         """The same with another factor and buffers that have room for it. All ranks of the group must take the same."""
         return SymmetricDispatcher(self.num_experts, self._group, factor, buffers)
 
-    def preprocess(self, routing: Routing) -> PullPlan:
+    def preprocess(self, routing: Routing) -> PeerReadPlan:
         """The row of every pair; exchanges the chosen experts. No host sync. Raises ValueError when the buffers are too
         small for so many tokens."""
         pairs = routing.experts.numel()
@@ -64,23 +64,23 @@ class SymmetricDispatcher:
         if room > self.buffers.rows:
             raise ValueError(f"{pairs} routed pairs need symmetric buffers of {room} rows, but these have "
                              f"{self.buffers.rows}: make them for the largest bucket and factor")
-        return plan_pull(routing.experts, self.num_experts, self._sharing.ranks, self._sharing.rank, room,
-                         self.buffers.group)
+        return plan_peer_read(routing.experts, self.num_experts, self._sharing.ranks, self._sharing.rank, room,
+                              self.buffers.group)
 
-    def dispatch(self, x: Tensor, routing: Routing, plan: PullPlan) -> Rows:
+    def dispatch(self, x: Tensor, routing: Routing, plan: PeerReadPlan) -> Rows:
         """x: [T, H]. Returns R rows."""
         values, weights = to_experts(x, routing.weights, plan, self.room(routing.weights.numel()), self.buffers)
         return Rows(values, weights, plan.offsets)
 
-    def combine(self, rows: Tensor, plan: PullPlan) -> Tensor:
+    def combine(self, rows: Tensor, plan: PeerReadPlan) -> Tensor:
         """rows: [R, H] of the experts, weights applied. Returns [T, H]."""
         return from_experts(rows, plan, self.buffers)
 
-    def overflow(self, plan: PullPlan) -> Tensor:
+    def overflow(self, plan: PeerReadPlan) -> Tensor:
         """How many rows more than R some rank of the group needs: int64 [], the same on all of them."""
         return (plan.needed - self.room(plan.place_of_pair.numel())).clamp(min=0)
 
-    def demand(self, plan: PullPlan) -> Tensor:
+    def demand(self, plan: PeerReadPlan) -> Tensor:
         """Where rows were lacking the factor that would have sufficed, in thousandths, rounded up; else 0: int64 []."""
         pairs = plan.place_of_pair.numel()
         return torch.where(self.overflow(plan) > 0, (plan.needed * 1000 + pairs - 1) // pairs, 0)

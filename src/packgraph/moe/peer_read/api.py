@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from packgraph.moe.peer_read.buffers import Buffers, meet
-from packgraph.moe.peer_read.plan import PullPlan, of_all
+from packgraph.moe.peer_read.plan import PeerReadPlan, of_all
 from packgraph.moe.permute.api import RowPlan, combine_rows
 
 
-def to_experts(x: Tensor, weights: Tensor, plan: PullPlan, rows: int, buffers: Buffers) -> tuple[Tensor, Tensor]:
+def to_experts(x: Tensor, weights: Tensor, plan: PeerReadPlan, rows: int, buffers: Buffers) -> tuple[Tensor, Tensor]:
     """Rows of this rank's experts: [R, H] and float32 [R], both zero from offsets[-1] on. Differentiable. Collective.
 
     x: [T, H]. weights: float32 [T, k]. rows: R, the same on all ranks.
@@ -33,7 +33,7 @@ def to_experts(x: Tensor, weights: Tensor, plan: PullPlan, rows: int, buffers: B
     return values, of_rows
 
 
-def from_experts(y: Tensor, plan: PullPlan, buffers: Buffers) -> Tensor:
+def from_experts(y: Tensor, plan: PeerReadPlan, buffers: Buffers) -> Tensor:
     """The sum of each token's rows, in the order of its places, in float32: [T, H]. Differentiable. Collective.
 
     y: [R, H]; from offsets[-1] on it is not read.

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from packgraph.moe.peer_read.plan import PullPlan
+from packgraph.moe.peer_read.plan import PeerReadPlan
 
 
-def naive_plans(experts: Sequence[Tensor], num_experts: int, rows: int) -> list[PullPlan]:
-    """The specification of `plan_pull`. experts: int [T, k] of every rank."""
+def naive_plans(experts: Sequence[Tensor], num_experts: int, rows: int) -> list[PeerReadPlan]:
+    """The specification of `plan_peer_read`. experts: int [T, k] of every rank."""
     ranks, (tokens, places) = len(experts), experts[0].shape
     here = torch.full((ranks, ranks, tokens, places), -1, dtype=torch.int32)  # by owner and sender
     place_of_pair = torch.full((ranks, tokens, places), -1, dtype=torch.int32)
@@ -31,11 +31,11 @@ def naive_plans(experts: Sequence[Tensor], num_experts: int, rows: int) -> list[
                         here[owner, sender, token, place] = row
                         place_of_pair[sender, token, place] = owner * rows + row
         offsets[owner, own] = min(needed[owner], rows)
-    return [PullPlan(here[rank].view(-1, places), place_of_pair[rank], offsets[rank], torch.tensor(max(needed)))
+    return [PeerReadPlan(here[rank].view(-1, places), place_of_pair[rank], offsets[rank], torch.tensor(max(needed)))
             for rank in range(ranks)]
 
 
-def naive_to_experts(x: Sequence[Tensor], weights: Sequence[Tensor], plan: PullPlan, rows: int
+def naive_to_experts(x: Sequence[Tensor], weights: Sequence[Tensor], plan: PeerReadPlan, rows: int
                      ) -> tuple[Tensor, Tensor]:
     """The specification of `to_experts` on one rank. x: [T, H] and weights: [T, k] of every rank."""
     values: list[Tensor] = [x[0].new_zeros(x[0].shape[1])] * rows
@@ -49,7 +49,7 @@ def naive_to_experts(x: Sequence[Tensor], weights: Sequence[Tensor], plan: PullP
     return torch.stack(values), torch.stack(of_rows)
 
 
-def naive_from_experts(y: Sequence[Tensor], plan: PullPlan) -> Tensor:
+def naive_from_experts(y: Sequence[Tensor], plan: PeerReadPlan) -> Tensor:
     """The specification of `from_experts` on one rank. y: [R, H] of every rank."""
     wide = torch.promote_types(y[0].dtype, torch.float32)
     sums = []

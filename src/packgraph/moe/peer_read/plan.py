@@ -19,7 +19,7 @@ from packgraph.ops.collectives import all_gather_flat
 from packgraph.ops.loss.api import HAS_TRITON
 
 
-class PullPlan(NamedTuple):
+class PeerReadPlan(NamedTuple):
     """What a rank reads of the others, pairs (token t, place j) of rank q being numbered (q * T + t) * k + j.
 
     row_of_pair: int32 [ranks * T, k], this rank's row of every rank's pairs, -1 where another rank's expert is chosen,
@@ -34,7 +34,7 @@ class PullPlan(NamedTuple):
     needed: Tensor
 
 
-def plan_pull(experts: Tensor, num_experts: int, ranks: int, rank: int, rows: int, group: str) -> PullPlan:
+def plan_peer_read(experts: Tensor, num_experts: int, ranks: int, rank: int, rows: int, group: str) -> PeerReadPlan:
     """The plan of `rank`, one of `ranks` that share `num_experts` experts in equal parts, in order. Collective.
 
     experts: int32 [T, k], -1 = routed nowhere; T is the same on all ranks. rows: R. group: name of the process group,
@@ -43,7 +43,7 @@ def plan_pull(experts: Tensor, num_experts: int, ranks: int, rank: int, rows: in
     if max(ranks * rows, ranks * experts.numel()) >= 2**31:
         raise ValueError(f"{ranks} ranks with {rows} rows for {experts.numel()} routed pairs each cannot be numbered "
                          "in 32 bits: use fewer tokens per microbatch")
-    return PullPlan(*_plan(experts, num_experts, ranks, rank, rows, group))
+    return PeerReadPlan(*_plan(experts, num_experts, ranks, rank, rows, group))
 
 
 def of_all(x: Tensor, group: str) -> Tensor:

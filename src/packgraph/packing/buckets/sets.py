@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class CornerSet:
+class ShapeSet:
     """Corners, smallest first, and the cost in µs of all fills, each in the first that holds it."""
 
     corners: tuple[Corner, ...]
@@ -85,7 +85,7 @@ def _with_digits(number: int, digits: int) -> int:
     return -(-number // step) * step
 
 
-def nested_sets(fills: Fills, grid: Grid, cost: CostModel, most: int) -> list[CornerSet]:
+def nested_sets(fills: Fills, grid: Grid, cost: CostModel, most: int) -> list[ShapeSet]:
     """The cheapest nested sets of at most 1, 2, … `most` corners of `grid`, each with its largest corner in it.
 
     Raises ValueError for a fill that the largest corner does not hold.
@@ -97,12 +97,12 @@ def nested_sets(fills: Fills, grid: Grid, cost: CostModel, most: int) -> list[Co
     # best[c]: cost of all fills that corner c holds, by nested corners of which c is the largest.
     best = held * price
     below: list[NDArray[np.int64]] = []
-    found = [CornerSet((_corner(corners[-1]),), float(best[-1]))]
+    found = [ShapeSet((_corner(corners[-1]),), float(best[-1]))]
     for _ in range(most - 1):
         through = np.where(inside, best[:, None] - held[:, None] * price[None, :], np.inf)
         below.append(through.argmin(axis=0))
         best = held * price + through[below[-1], np.arange(len(corners))]
-        found.append(CornerSet(_trace(corners, below), float(best[-1])))
+        found.append(ShapeSet(_trace(corners, below), float(best[-1])))
     return found
 
 
@@ -128,7 +128,7 @@ def _corner(pair: Any) -> Corner:
     return int(pair[0]), int(pair[1])
 
 
-def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) -> CornerSet:
+def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) -> ShapeSet:
     """`start` after exchanging corners for others of `grid` while it pays, its largest one kept; never dearer."""
     points, rows = _points(snapped(fills, grid))
     candidates = grid.corners
@@ -149,7 +149,7 @@ def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) 
         if exchange is None:
             break
         chosen[exchange[0]], current = exchange[1], best
-    return CornerSet(tuple(sorted({*chosen, largest})), current)
+    return ShapeSet(tuple(sorted({*chosen, largest})), current)
 
 
 def cost_of(corners: Sequence[Corner], fills: Fills, cost: CostModel) -> float:

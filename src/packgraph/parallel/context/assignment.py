@@ -25,7 +25,7 @@ class Row:
     pairs: int = 0
 
 
-class Board:
+class ContextAssignment:
     """Rows of one step. Only `open`, `merge`, `put` and `take` change it, and they keep `loads` and the shelves right.
 
     lengths: tokens of each document. chain: sizes, ascending. loads: microseconds per rank. used: rows per rank.

@@ -30,7 +30,7 @@ def lower_bound(lengths: Sequence[int], request: ContextRequest, waves: int = 0)
     """The bound for documents of these lengths, each of which must fit, in `waves` or more. Without any: no waves."""
     if not lengths:
         return ContextBound(0, 0.0)
-    waves, cost, tokens = max(waves, fewest_waves(lengths, request)), request.cost, request.tokens
+    waves, cost, tokens = max(waves, fewest_microsteps(lengths, request)), request.cost, request.tokens
     alone = {size: cost.row_us(size, tokens, request.places[0], 0.0) for size in request.sizes}
     least = min(alone.values())
     rows = request.world * waves * least + _groups(
@@ -75,7 +75,7 @@ def _share(length: int, room: int, steps: int) -> float:
     return (steps + 1) * length // room / steps
 
 
-def fewest_waves(lengths: Sequence[int], request: ContextRequest) -> int:
+def fewest_microsteps(lengths: Sequence[int], request: ContextRequest) -> int:
     """Waves that no plan can do without: by tokens, by places for documents, by ranks in groups for long documents."""
     by_tokens = ceil(sum(lengths) / (request.tokens * request.world))
     by_places = ceil(len(lengths) / (request.places[-1] * (request.world // request.sizes[0])))

@@ -12,18 +12,18 @@ So several openings are tried (`context_bins`).
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from packgraph.parallel.context.assignment import Board, Row
+from packgraph.parallel.context.assignment import ContextAssignment, Row
 from packgraph.parallel.context.bins import Bin, Opening, fullest
 from packgraph.parallel.context.request import ContextRequest
 
 
 def build(opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int, *, snug: bool = False
-          ) -> tuple[Board, list[int]]:
+          ) -> tuple[ContextAssignment, list[int]]:
     """Rows of so many waves, and the documents that this opening found no place for.
 
     snug: fill rows one after another as full as can be, where choosing by time leaves documents over.
     """
-    board = Board(lengths, request, opening.chain)
+    board = ContextAssignment(lengths, request, opening.chain)
     left = _place(board, opening.bins, waves)
     for first in range(0, request.world, opening.smallest):
         for _ in range(waves - board.used[first]):
@@ -31,7 +31,7 @@ def build(opening: Opening, lengths: Sequence[int], request: ContextRequest, wav
     return board, left + fill(board, _snugly(board, opening.alone) if snug else opening.alone)
 
 
-def fill(board: Board, documents: Sequence[int]) -> list[int]:
+def fill(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
     """Add documents, in this order, to rows that there are; returns those that no row has room for."""
     nodes, left = board.nodes(), []
     for document in documents:
@@ -43,7 +43,7 @@ def fill(board: Board, documents: Sequence[int]) -> list[int]:
     return left
 
 
-def merge(board: Board, documents: Sequence[int]) -> list[int]:
+def merge(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
     """Find room for documents by making rows of sibling blocks one row, as small as may be; returns those left.
 
     Rows that are nearly full have room together that none of them has alone.
@@ -58,7 +58,7 @@ def merge(board: Board, documents: Sequence[int]) -> list[int]:
     return left
 
 
-def _roomy_siblings(board: Board, length: int) -> list[Row] | None:
+def _roomy_siblings(board: ContextAssignment, length: int) -> list[Row] | None:
     """Rows of the roomiest blocks of one size below the same block, the smallest that have `length` tokens of room."""
     for part, size in zip(board.chain, board.chain[1:]):
         found: list[tuple[float, list[Row]]] = []
@@ -73,7 +73,7 @@ def _roomy_siblings(board: Board, length: int) -> list[Row] | None:
     return None
 
 
-def _snugly(board: Board, documents: Sequence[int]) -> list[int]:
+def _snugly(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
     """Fill rows, those with least room first, with the longest document that fits and the best company for it.
 
     documents: longest first. Returns those that are left.
@@ -94,7 +94,7 @@ def _snugly(board: Board, documents: Sequence[int]) -> list[int]:
     return waiting
 
 
-def _place(board: Board, bins: Sequence[Bin], waves: int) -> list[int]:
+def _place(board: ContextAssignment, bins: Sequence[Bin], waves: int) -> list[int]:
     """Make the bins rows, larger sizes first and of one size the longest first, so that blocks stay whole.
 
     Returns the documents of bins for which there was no wave left.
@@ -117,7 +117,7 @@ def _place(board: Board, bins: Sequence[Bin], waves: int) -> list[int]:
     return left
 
 
-def _earliest(board: Board, length: int, nodes: Sequence[tuple[int, int]]) -> Row | None:
+def _earliest(board: ContextAssignment, length: int, nodes: Sequence[tuple[int, int]]) -> Row | None:
     """The row whose ranks are done earliest with one more document of `length` tokens."""
     best, best_time, pairs = None, float("inf"), length * length
     for node in nodes:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.assignment import Board, Row
+from packgraph.parallel.context.assignment import ContextAssignment, Row
 from packgraph.parallel.context.bins import Opening, openings
-from packgraph.parallel.context.bound import ContextBound, fewest_waves, lower_bound
+from packgraph.parallel.context.bound import ContextBound, fewest_microsteps, lower_bound
 from packgraph.parallel.context.build import build, fill, merge
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.context.search import improve
@@ -131,9 +131,9 @@ def plan_context(lengths: Sequence[int], request: ContextRequest) -> ContextPlan
     return ContextPlan(request, found, _waves(board, waves), left, bound)
 
 
-def _all_of(lengths: Sequence[int], request: ContextRequest) -> tuple[Board | None, int]:
+def _all_of(lengths: Sequence[int], request: ContextRequest) -> tuple[ContextAssignment | None, int]:
     """The best rows for all documents and their waves; None, and all waves there may be, if these are too few."""
-    documents, fewest = range(len(lengths)), fewest_waves(lengths, request)
+    documents, fewest = range(len(lengths)), fewest_microsteps(lengths, request)
     most = len(lengths) + fewest if request.waves is None else request.waves
     for waves in range(fewest, most + 1):
         board = _search(documents, lengths, request, waves)
@@ -163,13 +163,13 @@ def _within(lengths: Sequence[int], request: ContextRequest, waves: int) -> list
 
 
 def _search(documents: Sequence[int], lengths: Sequence[int], request: ContextRequest, waves: int, *,
-            partly: bool = False) -> Board | None:
+            partly: bool = False) -> ContextAssignment | None:
     """The best rows that all openings and local search find for so many waves.
 
     None if there are none for all documents; partly: for the first document.
     """
     order = sorted(documents, key=lambda document: (-lengths[document], document))
-    best: Board | None = None
+    best: ContextAssignment | None = None
     enough = ENOUGH * lower_bound([lengths[document] for document in documents], request, waves).step_us
     for opening in openings(order, lengths, request, waves):
         if best is not None and opening.least_us >= max(best.loads):
@@ -183,13 +183,13 @@ def _search(documents: Sequence[int], lengths: Sequence[int], request: ContextRe
 
 
 def _built(opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int, taken: Sequence[int] | None
-           ) -> Board | None:
+           ) -> ContextAssignment | None:
     """The board of an opening if it has a place for all documents; of those `taken`, for the first one of them.
 
     Choosing rows by time may leave documents over. Rows are then also filled as full as can be, and where all documents
     must have a place, rows are merged until they have; the better of both is returned.
     """
-    found: Board | None = None
+    found: ContextAssignment | None = None
     for snug in (False, True):
         board, left = build(opening, lengths, request, waves, snug=snug)
         full = not left
@@ -207,11 +207,11 @@ def _built(opening: Opening, lengths: Sequence[int], request: ContextRequest, wa
     return found
 
 
-def _per_token(board: Board) -> float:
+def _per_token(board: ContextAssignment) -> float:
     return max(board.loads) / max(1, sum(board.lengths[document] for document in board.row_of))
 
 
-def _waves(board: Board, waves: int) -> tuple[tuple[Group, ...], ...]:
+def _waves(board: ContextAssignment, waves: int) -> tuple[tuple[Group, ...], ...]:
     """The rows as waves: every rank runs its larger groups first, and of one size the fullest first."""
     smallest, request = board.chain[0], board.request
     rows: list[Row] = []

@@ -7,13 +7,13 @@ ends. A count of changes, not a clock, limits it besides, so that all ranks of a
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from packgraph.parallel.context.assignment import Board, Row
+from packgraph.parallel.context.assignment import ContextAssignment, Row
 
 WORTH = 0.02  # of what the busiest rank has above the mean, that a change must take away
 NEAR = 3  # partners of a swap that are looked at, on either side of the ideal length
 
 
-def improve(board: Board, rounds: int, enough: float = 0.0) -> int:
+def improve(board: ContextAssignment, rounds: int, enough: float = 0.0) -> int:
     """Change `board` up to `rounds` times, until its busiest rank needs at most `enough` µs; returns the changes."""
     for done in range(rounds):
         busiest = max(range(len(board.loads)), key=lambda rank: board.loads[rank])
@@ -22,7 +22,7 @@ def improve(board: Board, rounds: int, enough: float = 0.0) -> int:
     return rounds
 
 
-def _relieve(board: Board, busiest: int) -> bool:
+def _relieve(board: ContextAssignment, busiest: int) -> bool:
     """Make the best change that takes work off `busiest` towards the least busy rank for which there is one."""
     documents = [document for row in board.rows.values() if row.first <= busiest < row.first + row.size
                  for document in row.documents]
@@ -41,7 +41,7 @@ def _relieve(board: Board, busiest: int) -> bool:
     return False
 
 
-def _apply(board: Board, document: int, partner: int | None, row: Row) -> None:
+def _apply(board: ContextAssignment, document: int, partner: int | None, row: Row) -> None:
     """Move `document` to `row`, and `partner`, which is there, to where it was."""
     if partner is not None:
         board.take(partner)
@@ -51,7 +51,7 @@ def _apply(board: Board, document: int, partner: int | None, row: Row) -> None:
         board.put(partner, left)
 
 
-def _best(board: Board, busiest: int, documents: list[int], blocks: list[tuple[int, int]]
+def _best(board: ContextAssignment, busiest: int, documents: list[int], blocks: list[tuple[int, int]]
           ) -> tuple[int, int | None, Row] | None:
     """The document of `busiest`, partner and row that leave the least maximum of both sides' times; None if none helps.
     """
@@ -75,8 +75,8 @@ def _best(board: Board, busiest: int, documents: list[int], blocks: list[tuple[i
     return best
 
 
-def _partners(board: Board, length: int, left: Row, gap: float, there: list[tuple[int, int]], node: tuple[int, int]
-              ) -> Iterator[tuple[int | None, int, Row, float]]:
+def _partners(board: ContextAssignment, length: int, left: Row, gap: float, there: list[tuple[int, int]],
+              node: tuple[int, int]) -> Iterator[tuple[int | None, int, Row, float]]:
     """Shorter documents of a block that may change places with one of `length` tokens, about those that close `gap`;
     and rows that may take it without exchange: (document, its length, its row, what more places cost)."""
     for row in board.candidates(length, node):

@@ -23,12 +23,12 @@ from packgraph.graphs.consensus import Vote
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import Control, GraphedModule, control
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.pipeline.in_flight import Arrival, Flight
+from packgraph.parallel.pipeline.in_flight import Arrival, InFlight
 from packgraph.parallel.pipeline.links import Links
 from packgraph.parallel.pipeline.rendezvous import Op, make_rows
 from packgraph.parallel.pipeline.schedule import Action, make_schedule
@@ -71,8 +71,8 @@ class Pipeline:
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._likes: dict[Capacity, torch.Tensor] = {}
         self._rows: dict[int, tuple[Op, ...]] = {}
-        self._flights: dict[Place, Flight] = {}
-        self._leaving: dict[int, deque[Flight]] = {index: deque() for index in range(len(self.chunks))}
+        self._flights: dict[Place, InFlight] = {}
+        self._leaving: dict[int, deque[InFlight]] = {index: deque() for index in range(len(self.chunks))}
         self._reason: str | None = None
         modules = [chunk.module for chunk in self.chunks]
         self._whole: GraphedStep | None = None
@@ -242,10 +242,10 @@ class Pipeline:
             return batch, tokens
         return batch, tokens, self._like(batch).detach().requires_grad_()
 
-    def _take_off(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> Flight:
+    def _take_off(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> InFlight:
         """A flight with its slot, for which older flights have to leave if all slots are in use."""
         if self._plain:
-            return Flight(None, None)
+            return InFlight(None, None)
         index = action.stage // self.links.size
         chunk, leaving = self.chunks[index], self._leaving[index]
         while leaving and (leaving[0].delivered() or not chunk.has_free_slot()):
@@ -253,12 +253,12 @@ class Pipeline:
         if not chunk.has_free_slot():
             raise PipelineError(f"stage {action.stage} has no free slot: the schedule needs more than were planned")
         claim = chunk.claim(self._arguments(action.stage, batch, tokens), {}) if self._reason is None else self._reason
-        if isinstance(claim, Claim):
+        if isinstance(claim, ReplayHandle):
             claim.ticket.kept = True
-            return Flight(claim, claim.ticket, direct=action.microbatch != self._watched)
+            return InFlight(claim, claim.ticket, direct=action.microbatch != self._watched)
         chunk.stats.fell_back(claim)
         ticket = chunk.hold_slot()
-        return Flight(None, ticket)
+        return InFlight(None, ticket)
 
     def _receive(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> None:
         """Start to receive what `action` needs; a forward gets its slot here."""

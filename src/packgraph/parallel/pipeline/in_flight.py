@@ -3,18 +3,18 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.replay_handle import Claim
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.parallel.pipeline.links import Transfer
 
 
-class Flight:
+class InFlight:
     """A microbatch in a chunk. Replayed flights use the slot's static memory, eager ones memory of their own.
 
     hidden: activations received from the stage before. out: what the chunk made. gradient: received gradient of `out`.
     input_gradient: gradient of `hidden`, to be sent. direct: the claim, if it is replayed without autograd.
     """
 
-    def __init__(self, claim: Claim | None, ticket: Any, direct: bool = False) -> None:
+    def __init__(self, claim: ReplayHandle | None, ticket: Any, direct: bool = False) -> None:
         self.claim, self.ticket = claim, ticket
         self.direct = claim if claim is not None and direct and claim.is_direct else None
         self.hidden: torch.Tensor | None = None
@@ -58,7 +58,7 @@ class Arrival(torch.autograd.Function):
     """Starts a chunk's autograd graph at received activations, and catches the gradient that goes back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, flight: Flight, received: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, flight: InFlight, received: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
         return received.detach()
 
