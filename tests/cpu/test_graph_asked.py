@@ -65,7 +65,7 @@ def test_a_capture_that_goes_another_way_than_the_rehearsal_is_refused(function)
 
 
 def test_code_that_asks_for_its_stream_is_refused(monkeypatch):
-    """Captures have a stream of their own, and so has the first rehearsal; another one is on that of the call."""
+    """Captures have a stream of their own, and so has the first dry run; another one is on that of the call."""
     stream, warm_up = ["of calls"], RecorderBackend.warm_up
 
     def with_stream(backend, run, as_called=False):

@@ -95,7 +95,7 @@ def test_what_varies_or_may_is_refused_at_its_line(function):
 
 
 def test_a_number_that_changes_between_the_rehearsal_and_a_later_capture_is_seen():
-    """Two microbatches in flight need two captures, and the second is rehearsed anew."""
+    """Two microbatches in flight need two captures, and the second is dry-run anew."""
     holder = assume_constant(types.SimpleNamespace(value=1.0))
     graphed = graph(One(lambda m, x: m.linear(x) + torch.tensor([holder.value])), warmup=0)
     first = graphed(X)

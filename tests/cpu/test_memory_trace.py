@@ -117,7 +117,7 @@ class CountsByItself(Toy):
 
 @pytest.fixture
 def unseen(monkeypatch):
-    """A backend as on CUDA: it rehearses, and does not see what its graphs write when they run."""
+    """A backend as on CUDA: it dry-runs, and does not see what its graphs write when they run."""
     opened = RecorderBackend.window
 
     @contextlib.contextmanager

@@ -142,7 +142,7 @@ def never_take_other_host_memory(patch):
 
 
 @pytest.mark.parametrize(("broken", "late", "granularities"), [
-    (reload_without_waiting_for_the_copy_out, "out", (None,)),  # a rehearsal finds what is held, and captures nothing
+    (reload_without_waiting_for_the_copy_out, "out", (None,)),  # a dry run finds what is held, and captures nothing
     (use_without_waiting_for_the_reload, "back", (None, "chunk")),
     (give_memory_back_at_once, "out", (None, "chunk")),
     (end_captures_without_joining, "out", ("layer",)),

@@ -52,7 +52,7 @@ def test_what_eager_stages_between_have_saved_is_not_the_graphs(scope, postpones
 
 
 def test_what_a_rehearsal_had_on_the_host_is_free_when_its_capture_begins(monkeypatch):
-    """The rehearsal reads it, but no graph does; kept, it would be pinned twice."""
+    """The dry run reads it, but no graph does; kept, it would be pinned twice."""
     monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run, as_called=False: run())
     graphed, engine, arguments = warmed(config(), DENSE)
     pinned = [weakref.ref(piece.untyped_storage()) for piece in engine.lanes.memories.arenas.pieces]

@@ -138,7 +138,7 @@ def test_a_sync_is_refused_at_its_line_and_training_goes_on(name):
 
 
 class SyncsOnlyWhileCapturing(nn.Module):
-    """A violation that the rehearsal cannot see: CUDA itself must refuse it, and nothing may be left broken."""
+    """A violation that the dry run cannot see: CUDA itself must refuse it, and nothing may be left broken."""
 
     def __init__(self):
         super().__init__()

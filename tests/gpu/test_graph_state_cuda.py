@@ -1,4 +1,4 @@
-"""Python state and random generators under CUDA graphs: what a rehearsal refuses, and what replays advance."""
+"""Python state and random generators under CUDA graphs: what a dry run refuses, and what replays advance."""
 import types
 import warnings
 

@@ -171,7 +171,7 @@ def test_captures_beside_a_thread_that_launches_and_draws(draw):
 
 
 def test_a_draw_from_the_devices_default_generator_beside_captures_succeeds_or_is_torchs_error():
-    """Numbers of that generator are drawn by rehearsals too, by operations that take no generator. A forward that is
+    """Numbers of that generator are drawn by dry runs too, by operations that take no generator. A forward that is
     run again for its gradients draws from it, too, and is an error where the numbers are no longer the same."""
     drawn, errors = [], []
 

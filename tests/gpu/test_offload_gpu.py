@@ -300,7 +300,7 @@ def test_the_pool_is_what_was_predicted_before_the_capture(way):
 
 
 def test_host_memory_is_pinned_once():
-    """Eager passes, rehearsals, a capture that is thrown away and the one that stays take it one after the other."""
+    """Eager passes, dry runs, a capture that is thrown away and the one that stays take it one after the other."""
     free_memory(CUDA)
     before = pinned_bytes(CUDA)
     graphed, engine, arguments = warmed(LARGE, DENSE, capacity=Capacity(8192, 16), device=CUDA, dtype=torch.bfloat16,

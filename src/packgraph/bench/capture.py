@@ -1,6 +1,6 @@
 """`packgraph bench capture`: how long graphs take to capture, per layer and bucket.
 
-capture_seconds is what `build` takes for a declared bank after a first step in every shape: rehearsal, capture of
+capture_seconds is what `build` takes for a declared bank after a first step in every shape: dry run, capture of
 forward and backward, instantiation. Compiling comes before it and is told apart (compile_seconds). prepare_seconds is
 all together, to the end of the first replays: how long training stands still once.
 """

@@ -23,7 +23,7 @@ A change drops the graphs and captures again, with one warning.
 `packgraph.assume_constant(object)` vouches for an object, which is then known by identity alone.
 
 Code that asks `torch.cuda.is_current_stream_capturing()` is told no while it is captured, as in an eager call. A
-capture that calls other operations than the eager rehearsal before it, or gives them other numbers, is refused.
+capture that calls other operations than the eager dry run before it, or gives them other numbers, is refused.
 """
 _REASONS = """
 ## Reasons of fallbacks

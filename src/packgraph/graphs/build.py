@@ -201,7 +201,7 @@ class VariantBuild:
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
 
     def _refuse_another_way(self) -> None:
-        """Raise CaptureError where forwards have called other operations than in the rehearsal. Compiled code cannot,
+        """Raise CaptureError where forwards have called other operations than in the dry run. Compiled code cannot,
         and has its inputs laid out anew there."""
         different = self.called.difference_of_capture(self.rehearsal.calls)
         if different is not None and self.program.compiler is None:
@@ -253,7 +253,7 @@ class VariantBuild:
 
     def _parameters_of(self, outputs: list[torch.Tensor]) -> list[Any]:
         """The aliases that outputs of a region depend on. Other leaves are inputs, or made by the region itself: the
-        rehearsal has refused those from elsewhere."""
+        dry run has refused those from elsewhere."""
         return [leaf for leaf in leaves_behind(outputs) if id(leaf) in self.aliases.parameter_of]
 
     def _capture_backward(self, index: int) -> Region:

@@ -1,7 +1,7 @@
 """The operations that the code of a forward calls, in their order, with what they are given besides tensors.
 
 A graph holds those of the one run that was captured. So they are compared between runs with the same arguments: two
-rehearsals, which may not differ at all, and the capture, whose code could ask whether it is captured and go another way
+dry runs, which may not differ at all, and the capture, whose code could ask whether it is captured and go another way
 than in eager calls. Tensors count by their form, and those of the module by where they lie, too: so another expert of
 the same shape is another call.
 """
@@ -122,7 +122,7 @@ class Calls:
 
 
 def _fact(operand: Any) -> Any:
-    """What of an operand that is no tensor has to be the same in both rehearsals."""
+    """What of an operand that is no tensor has to be the same in both dry runs."""
     if type(operand) in PLAIN_VALUES:
         return type(operand), operand
     if isinstance(operand, float | complex):

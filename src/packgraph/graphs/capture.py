@@ -108,7 +108,7 @@ def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: Gra
     then.
     """
     effects = SideEffects(program.module, program.volatile, program.assigned)
-    # The rehearsal has watched the calls of the same code; what effects a recording holds it must see itself.
+    # The dry run has watched the calls of the same code; what effects a recording holds it must see itself.
     quiet = contextlib.nullcontext() if rehearsal.has_host_steps else unwatched()
     with explained(), quiet, undone(program.module, backend, effects) as journal, \
             aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True):
@@ -141,7 +141,7 @@ def dry_run(program: Program, backend: Backend, gradients: KeyGradients,
 
 def dry_run_again(program: Program, backend: Backend, gradients: KeyGradients,
                   args: tuple[Any, ...], kwargs: dict[str, Any], earlier: DryRun) -> DryRun:
-    """Rehearse another capture of calls that were rehearsed before: `earlier`.
+    """Dry-run another capture of calls that were dry-run before: `earlier`.
 
     A cache that code filled then may have lost it since. Were it filled in a capture, what it holds would lie in the
     graphs' memory, and would have no values until a replay. Raises CaptureError where calls are not what they were.
@@ -163,7 +163,7 @@ def dry_run_again(program: Program, backend: Backend, gradients: KeyGradients,
 
 def _compared(program: Program, backend: Backend, gradients: KeyGradients,
               args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
-    """Rehearse until two runs in a row agree: the first may have filled caches, so that the second does less. One of
+    """Dry-run until two runs in a row agree: the first may have filled caches, so that the second does less. One of
     the two is on the stream of eager calls, which code may ask for."""
     seen, steps = Observation(Constants(), is_first=True), list[Any]()
 

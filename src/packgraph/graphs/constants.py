@@ -1,9 +1,9 @@
 """Tensors that captured code makes of Python numbers.
 
 `torch.tensor([1.0, 2.0], device=...)` copies from the host, which a graph cannot hold, and what it copies would be that
-of the capture for ever. Numbers that are the same in every run are harmless, though. So they are made in a rehearsal,
+of the capture for ever. Numbers that are the same in every run are harmless, though. So they are made in a dry run,
 before the capture, and remembered in the order of the calls; in a capture each call gets a copy of the tensor that is
-remembered for it, made on the device by the graph itself. Numbers that are others then than in the rehearsal are an
+remembered for it, made on the device by the graph itself. Numbers that are others then than in the dry run are an
 error. Only plain numbers in lists and tuples are taken: an array may change where nobody looks.
 """
 import contextlib
@@ -37,7 +37,7 @@ class Constants:
 
     @contextlib.contextmanager
     def remembering(self) -> Iterator[None]:
-        """Within the block, a run of captured code in a rehearsal, constants are made and kept."""
+        """Within the block, a run of captured code in a dry run, constants are made and kept."""
         with _Making(self._remember):
             yield
 

@@ -1,14 +1,14 @@
-"""What a rehearsal of captured code has made and called: tensors that leave it, numbers that vary.
+"""What a dry run of captured code has made and called: tensors that leave it, numbers that vary.
 
 A replay hands out the outputs of forward and runs no Python. So a tensor that captured code has put anywhere else (a
 global list, an attribute of a plain object, a contextvar) would be there once, never again; and a number that Python
 computes anew at every call (a clock, an iterator) would be that of the capture for ever. Neither can be read off the
 code. Both show when it runs:
 
-    rehearse, forward and backward ─▶ drop all that it returned ─▶ whatever is alive yet has left
-    rehearse again, forward alone  ─▶ the same operations with the same numbers, and nothing alive
+    dry-run, forward and backward ─▶ drop all that it returned ─▶ whatever is alive yet has left
+    dry-run again, forward alone  ─▶ the same operations with the same numbers, and nothing alive
 
-It is the rehearsal that is looked at, on every backend, not the capture: tensors are ordinary there, no machinery holds
+It is the dry run that is looked at, on every backend, not the capture: tensors are ordinary there, no machinery holds
 them, and a cache that code fills when it first runs is filled by then, with memory that no pool takes back.
 """
 import gc
@@ -110,7 +110,7 @@ class Observation:
         return {storage._cdata for storage in living if storage is not None}
 
     def check_gone(self) -> None:
-        """Raise CaptureError if a tensor of the rehearsal lives on, though nothing that it returned does."""
+        """Raise CaptureError if a tensor of the dry run lives on, though nothing that it returned does."""
         left = self._left()
         if not left:
             return
@@ -121,11 +121,11 @@ class Observation:
                            f"{holder}: a replay would not put it there again", str(first.line), _RETURN)
 
     def has_called_as(self, other: "Observation") -> bool:
-        """Whether both rehearsals called the same operations with the same numbers."""
+        """Whether both dry runs called the same operations with the same numbers."""
         return self.calls.same_as(other.calls) and self.constants.same_as(other.constants)
 
     def difference(self, other: "Observation") -> CaptureError:
-        """The error that says where two rehearsals differ."""
+        """The error that says where two dry runs differ."""
         return self.calls.difference(other.calls) or CaptureError(
             "two runs of forward with the same arguments made tensors of other numbers: a graph would freeze them",
             self.constants.first_difference(other.constants), VARIES)

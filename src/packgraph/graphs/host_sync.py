@@ -130,7 +130,7 @@ def _copied(whole: torch.Tensor) -> torch.Tensor:
 
 def _has_room(whole: torch.Tensor) -> bool:
     """Whether a copy leaves the device what the process has needed beyond what it holds now: it stays there while the
-    rest of a step is rehearsed. Small ones do anyway."""
+    rest of a step is dry-run. Small ones do anyway."""
     if whole.device.type != "cuda" or whole.numel() < LARGE:
         return True
     free, _ = torch.cuda.mem_get_info(whole.device)

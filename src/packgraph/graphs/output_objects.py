@@ -6,7 +6,7 @@ to build an object of the same class with other tensors:
 
     forward ─▶ {"loss": tensor, "cache": Cache} ─▶ {"loss": tensor, "cache": Opened([tensor, tensor])} ─▶ {..., Cache}
 
-Only objects that forward makes, and nobody keeps, are taken apart: the rehearsal sees to that.
+Only objects that forward makes, and nobody keeps, are taken apart: the dry run sees to that.
 """
 import sys
 import types

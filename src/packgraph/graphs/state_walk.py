@@ -334,7 +334,7 @@ class Walk:
             if isinstance(value, type):
                 self._note_class(value, made=True)
             elif isinstance(value, itertools.count) and is_installed(label):
-                # Such as a lock's, which forward can reach but never calls: refused if a rehearsal moves it.
+                # Such as a lock's, which forward can reach but never calls: refused if a dry run moves it.
                 place = Place(f"{label}.{name}", _GLOBAL)
                 read = functools.partial(shown, value)
                 self.tables.append(referent_table(read, value, place, (id(namespace), name)))

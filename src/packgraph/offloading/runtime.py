@@ -196,7 +196,7 @@ class OffloadRuntime:
     def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
         """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
         lanes = captured_copy_streams() or self.lanes
-        # In the rehearsal, where there is one: clocks of a device cannot be read inside a capture. What is compiled
+        # In the dry run, where there is one: clocks of a device cannot be read inside a capture. What is compiled
         # ahead of the first pass comes by here without a trace.
         if self.plan is None and self.policy is not None and (
                 lanes is not self.lanes or (capturing() and self.trace is not None)):

@@ -4,7 +4,7 @@
     rank 1   capture ─▶ FAILS ─┼─▶ vote: "rank 1: ..." ─▶ all free the graphs, and run these calls eagerly
     rank 2   capture ─▶ good ──┘
 
-A capture runs its exchanges (a rehearsal on CUDA, all of it on a CPU), so a rank that fails in the middle may leave
+A capture runs its exchanges (a dry run on CUDA, all of it on a CPU), so a rank that fails in the middle may leave
 partners in one of them, where they cannot hear of it. They do not come to the vote then; after some patience those who
 did come end the run with one message, that of the rank that failed, and the launcher ends the rest. Votes go through
 the store in which the processes have met: it needs no device and no partner.

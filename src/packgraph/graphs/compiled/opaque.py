@@ -7,7 +7,7 @@ place, and a call on tensors. Without a watcher nothing stands between autograd 
 and an eager call run it as it is.
 
     eager, CUDA capture     autograd ──▶ code
-    rehearsal, recorder     autograd ──▶ CompiledCode ──▶ the mode's __torch_dispatch__ ──▶ code, with the mode off
+    dry run, recorder     autograd ──▶ CompiledCode ──▶ the mode's __torch_dispatch__ ──▶ code, with the mode off
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

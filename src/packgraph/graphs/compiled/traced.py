@@ -1,6 +1,6 @@
 """What a traced graph would do that a capture cannot hold, found while it is compiled.
 
-The watch of a rehearsal cannot look into compiled code, so the same rules are read off the traced operations: nothing
+The watch of a dry run cannot look into compiled code, so the same rules are read off the traced operations: nothing
 whose result or shape is needed on the host, no copies between devices, nothing computed on another device (a replay
 would not compute it again), no writes that happen outside of the code.
 """

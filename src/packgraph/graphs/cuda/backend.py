@@ -116,7 +116,7 @@ class CudaWindow:
         """Capture the work that `run` launches; nothing executes."""
         graph, pool = self._new_graph(), self.brief if brief else self.pool
         self.lanes.next_capture()
-        # What the code calls was seen in the rehearsal.
+        # What the code calls was seen in the dry run.
         with torch.cuda.stream(self.backend.stream), capturing_copy_streams(self.lanes), unwatched_calls(), \
                 told_as_in_eager_calls():
             pool.begin(graph)

@@ -3,7 +3,7 @@
 A capture keeps memory in a way of its own: outputs of a region until its backward, gradients until the region that
 reads them, nothing of autograd in between. So what is looked at is a capture itself, thrown away at once:
 
-    rehearsal ─▶ capture into pools of its own ─▶ MemoryTrace: births and deaths ─▶ graphs/memory/bank.py
+    dry run ─▶ capture into pools of its own ─▶ MemoryTrace: births and deaths ─▶ graphs/memory/bank.py
                             └─▶ freed
 
 It trains nothing, adds gradients to spare memory, and takes what graphs of the bucket take in one slot.

@@ -5,7 +5,7 @@ allocator's, and nobody reads it but these operations. What orders them is data:
 made, a take reads record and token. Reserves may run in any order, since any free page is as good as any other. Had the
 schemas declared the writes, a capture would copy gigabytes of pages to undo them, compiled code would copy pages out
 and in, and backwards would be refused because a later microbatch has used the pool. The consequence: what a capture or
-rehearsal does to a pool is not undone. It takes pages in its forward and gives them back in its backward; if it fails
+dry run does to a pool is not undone. It takes pages in its forward and gives them back in its backward; if it fails
 in between, they come back at the next reset.
 
 Each returns a tensor even where nothing is to be said (a token): an operation without results would be left out by
