@@ -10,8 +10,7 @@ import pytest
 import torch
 from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 
-from packgraph.graphs.forget import forget, forget_all
-from packgraph.graphs.graphed import Control, graph
+from packgraph.graphs.graphed import Control, control, graph
 from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.slots import Slots
 from packgraph.graphs.step import GraphedStep
@@ -251,14 +250,14 @@ def test_graphs_of_a_slot_in_flight_are_not_given_up():
     sample, tokens = sample_batch(CAPACITIES[0]), torch.ones((), dtype=torch.int64)
     loss = graphed(sample, tokens)
     with pytest.raises(RuntimeError, match="1 slots are in flight"):
-        forget(graphed, (sample, tokens))
+        control(graphed).forget((sample, tokens))
     loss.backward()
     captured = graphed.stats.captured
-    assert forget(graphed, (sample_batch(CAPACITIES[1]), tokens)) == 0
-    assert forget(graphed, (sample, tokens)) == 1 and graphed.stats.pool_bytes == 0
+    assert control(graphed).forget((sample_batch(CAPACITIES[1]), tokens)) == 0
+    assert control(graphed).forget((sample, tokens)) == 1 and graphed.stats.pool_bytes == 0
     graphed(sample, tokens).backward()
     assert graphed.stats.captured == 2 * captured and graphed.stats.replayed == 2
-    assert forget_all(graphed) == 1 and graphed.stats.pool_bytes == 0
+    assert control(graphed).forget_all() == 1 and graphed.stats.pool_bytes == 0
 
 
 def test_without_room_for_eager_steps_graphs_stay(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
 import packgraph
 
@@ -122,6 +123,52 @@ def test_planners_never_touch_a_device_and_import_planners_only():
             if name.startswith("torch.cuda") or unplanned:
                 touching.append(f"{place(path, node)}: {name}")
     assert not touching
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Attributes with an underscore that classes of a module give their objects."""
+    found = set()
+    for node in (part for kind in ast.walk(tree) if isinstance(kind, ast.ClassDef) for part in ast.walk(kind)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_module_reads_private_attributes_of_other_modules_objects():
+    trees = {path: parse(path) for path in SOURCE.rglob("*.py")}
+    mine = {path: private_names(tree) for path, tree in trees.items()}
+    of_torch = {*dir(torch.Tensor), *vars(torch.nn.Module()), "_schema"}  # ours may be called like these
+    ours = set().union(*mine.values()) - of_torch
+    found = [f"{place(path, node)}: {ast.unparse(node)}" for path, tree in trees.items() for node in ast.walk(tree)
+             if isinstance(node, ast.Attribute) and node.attr in ours - mine[path]
+             and ast.unparse(node.value) not in ("self", "cls", "super()")
+             and ast.unparse(node.value).split(".")[0] != "torch"]
+    assert not found
+
+
+# Words of a language of our own, in the names of folders and modules, and of classes and public functions.
+GONE_FOLDERS = {"plan", "diagnose", "offload", "pull", "rows", "grouped"}
+GONE_FILES = {"guard", "effects", "refusals", "claim", "steady", "rehearsal", "lanes", "vote", "votes", "kept",
+              "unused", "flight", "spans", "board", "disagreements", "repeat", "sharing", "apart", "side", "moments", "pace",
+              "contest", "company", "ways", "ssd_ways", "moe_ways", "engine", "forget"}
+GONE_NAMES = {"HostReadGuard", "Watch", "HostEffects", "Refusal", "refusal", "Passed", "Made", "Claim", "Ticket",
+              "Steady", "Rehearsal", "rehearse", "Lanes", "EmulatedLanes", "RecordedLanes", "CudaLanes", "make_lanes",
+              "captured_lanes", "StoreVote", "KeptCapacities", "Piece", "pieces_of", "Home", "Homes", "Flight",
+              "free_unused", "SpanPlan", "Span", "plan_spans", "Repeats", "Apart", "verify_apart", "Side", "Pace",
+              "moments", "Contest", "Company", "Board", "fewest_waves", "CornerSet", "PullPlan", "plan_pull",
+              "Sharing", "disagreements", "Offload", "forget", "forget_all"}
+
+
+def test_names_are_those_of_the_field():
+    old = [str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py")
+           if path.stem in GONE_FILES or GONE_FOLDERS.intersection(path.relative_to(SOURCE).parts[:-1])]
+    old += [f"{place(path, node)}: {node.name}" for path in SOURCE.rglob("*.py") for node in parse(path).body
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name in GONE_NAMES]
+    assert not old
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:

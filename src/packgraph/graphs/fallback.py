@@ -171,6 +171,10 @@ class Stats:
         if count:
             self.recaptures[reason] += count
 
+    def measure_pools(self, nbytes: Callable[[], int]) -> None:
+        """From now on `nbytes` tells `pool_bytes`."""
+        self._pool_bytes = nbytes
+
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pools of all slots hold now."""

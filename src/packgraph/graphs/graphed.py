@@ -138,7 +138,7 @@ class Control:
         self._forward_of_class = getattr(type(module), "forward", None)
         self._retries = Retries()
         weakref.finalize(self, self._notices.end)
-        self.stats._pool_bytes = self._slots.nbytes  # not of `self`: only the garbage collector would free it then
+        self.stats.measure_pools(self._slots.nbytes)  # not by `self`: only the garbage collector would free it then
         self._refusal: Unsupported | None = None
         self._ask_for_refusal()
 
@@ -280,6 +280,11 @@ class Control:
         return self._slots.reserve(1)[0]
 
     @property
+    def has_one_slot(self) -> bool:
+        """Whether there is never more than one slot."""
+        return self._slots.limit == 1
+
+    @property
     def failures(self) -> int:
         """How many keys could not be captured."""
         return len(self._failed)
@@ -316,6 +321,47 @@ class Control:
         self._closed, self._steady = True, None
         self._slots.clear()
         self._notices.end()
+
+    def forget(self, args: tuple[Any, ...]) -> int:
+        """Free the graphs of calls like `args` in all slots; how many variants there were.
+
+        The device must have ended what it was given. A later call captures again. The memory of a pool belongs to all
+        graphs in it, so it is free when the slot's last variant is gone. Raises RuntimeError when a slot is in flight.
+        """
+        call = signature(args, {}, self.device)
+        return 0 if call is None else self._slots.drop(call.key)
+
+    def forget_all(self) -> int:
+        """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager calls."""
+        self._rehearsed.clear()  # the tensors that graphs use, kept for them
+        return self._slots.clear()
+
+    def forget_code(self) -> None:
+        """Whatever is compiled is tried out once more before the next capture: on another rank that has failed, and
+        ranks that exchange data in it must all begin at the same point again."""
+        self._coded.clear()
+
+    @contextlib.contextmanager
+    def trial(self, args: tuple[Any, ...]) -> Iterator[tuple[Program, KeyGradients]]:
+        """Around a capture of a call like `args` that is thrown away: no other thread is inside the module, and it is
+        compiled, as before a capture. Gives what is captured, and what is known of gradients of its outputs.
+
+        Raises CaptureError where a capture could not begin.
+        """
+        refused, call = find_unsupported(self.module), signature(args, {}, self.device)
+        if refused is not None:
+            raise CaptureError(refused.what, user_line(), refused.remedy)
+        if call is None:
+            raise CaptureError("an argument cannot be part of a key", user_line(),
+                               f"pass tensors on {self.device}, packed batches and constants")
+        with as_in_training(self.module), self.alone() as free:
+            if not free:
+                raise CaptureError("another thread is inside the module", user_line(), "trace memory before it begins")
+            reason = self._check_fingerprint()
+            if reason is not None:
+                raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
+            self._compile(call, args, {})  # first by itself, as before a capture
+            yield self._program, self._output_gradients.of(call.key)
 
     def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
         failed: CaptureError | None = None

@@ -68,7 +68,8 @@ class GraphedStep:
         self._buffers = GradientBuffers()
         self._fingerprint: ModuleState | None = None
         self._failed: set[Hashable] = set()
-        self.stats = Stats(_pool_bytes=lambda: slot.pool.nbytes())
+        self.stats = Stats()
+        self.stats.measure_pools(lambda: slot.pool.nbytes())
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """One step. Returns what `run` returns; gradients are added to `.grad`."""

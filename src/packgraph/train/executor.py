@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from packgraph.graphs.consensus import Vote, alone
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
-from packgraph.graphs.forget import forget, forget_all
 from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.packing.batch import PackedBatch
@@ -229,11 +228,11 @@ class Executor:
         """Give up the graphs of `bucket`, None = all; nothing may be under way. Its microbatches must run eagerly."""
         if bucket is None:
             for graphed in self._graphed:
-                forget_all(graphed)
+                control(graphed).forget_all()
             return
         arguments = sample_batch(bucket).to(self._device), torch.ones((), dtype=torch.int64, device=self._device)
         for graphed in self._graphed:
-            forget(graphed, arguments)
+            control(graphed).forget(arguments)
 
     def counts(self) -> Counts:
         """Microbatches since the start of this process."""

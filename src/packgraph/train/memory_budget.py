@@ -20,7 +20,6 @@ from packgraph.graphs.capture import explained
 from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.consensus import Vote, alone
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.forget import forget_code
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.memory.bank import BankMemory
 from packgraph.graphs.memory.budget import budget_bytes, shown
@@ -140,7 +139,7 @@ def _predicted(chunks: Sequence[GraphedModule], arguments: Arguments, slots: Seq
             told = _Failed(error.what, isinstance(error.__cause__, torch.OutOfMemoryError))
             error = None  # its traceback holds this frame, and what was to be captured
             for traced in chunks:
-                forget_code(traced)
+                control(traced).forget_code()
             free_memory(chunks[0].device)  # the next trial may need it, and no allocator looks for it
             return (), told
     return tuple(banks), None

@@ -16,7 +16,6 @@ import torch
 from torch.distributed.tensor import Placement
 
 from packgraph.graphs.capture import capture_variant, dry_run
-from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.memory.bank import BankMemory, BankModel, Lifetime, MemoryTrace, PoolModel
@@ -24,11 +23,8 @@ from packgraph.graphs.memory.caching import CachingPool
 from packgraph.graphs.memory.expandable import ExpandablePool
 from packgraph.graphs.memory.first_fit import FirstFitPool
 from packgraph.graphs.parameters import local_tensor
-from packgraph.graphs.signature import signature
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.strides import contiguous_strides, own_strides
-from packgraph.graphs.unsupported import find_unsupported
-from packgraph.graphs.wrapper import as_in_training
 from packgraph.packing.capacity import Capacity
 
 
@@ -38,31 +34,18 @@ def trace_memory(graphed: GraphedModule, args: tuple[Any, ...]) -> MemoryTrace:
     Nothing of it but compiled code is remembered, so all ranks that share in a capture go the same way in it whatever
     became of their traces. Raises CaptureError where a capture would; with collectives in the module it is collective.
     """
-    own = control(graphed)
-    refused, call = find_unsupported(own.module), signature(args, {}, own.device)
-    if refused is not None:
-        raise CaptureError(refused.what, user_line(), refused.remedy)
-    if call is None:
-        raise CaptureError("an argument cannot be part of a key", user_line(),
-                           f"pass tensors on {own.device}, packed batches and constants")
-    lifetimes: list[Lifetime] = []
-    with as_in_training(own.module), own.alone() as free:
-        if not free:
-            raise CaptureError("another thread is inside the module", user_line(), "trace memory before it begins")
-        reason = own._check_fingerprint()
-        if reason is not None:
-            raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
-        own._compile(call, args, {})  # first by itself, as before a capture
-        program, backend, gradients = own._program, own.capture_backend, own._output_gradients.of(call.key)
+    own, lifetimes = control(graphed), list[Lifetime]()
+    with own.trial(args) as (program, gradients):
+        backend = own.capture_backend
         slot = Slot(0, backend, own.device, backend.new_pool())
-        rehearsal = dry_run(program, backend, gradients, args, {})
+        tried = dry_run(program, backend, gradients, args, {})
         try:
             capture_variant(program, backend, slot, SpareGradients(program.module), gradients, lambda: None,
-                            contextlib.nullcontext(), own.lends, args, {}, rehearsal, lifetimes).reset()
+                            contextlib.nullcontext(), own.lends, args, {}, tried, lifetimes).reset()
             return MemoryTrace(tuple(lifetimes), slot.buffer_bytes())
         finally:
-            rehearsal.read.clear()
-            rehearsal.written.clear()
+            tried.read.clear()
+            tried.written.clear()
             slot.clear()
             if backend.device_type == "cuda":
                 torch.cuda.empty_cache()
@@ -72,7 +55,7 @@ def predict_bank(graphed: GraphedModule, traces: Mapping[Capacity, MemoryTrace],
     """What graphs for all capacities that `traces` are of will take in `slots` slots of `graphed`."""
     own = control(graphed)
     model = BankModel(traces, pool_model(own.backend))
-    return model.predict(traces, slots, alone=own._slots.limit == 1)
+    return model.predict(traces, slots, alone=own.has_one_slot)
 
 
 def pool_model(backend: str) -> Callable[[], PoolModel]:
