@@ -1,7 +1,7 @@
 """What `ssd_tiles.py` tries for each piece of SSD: today's way first, then others, the likely ones first."""
-from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Scores, Shared, Steps, Tables, Values
+from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Scores, Steps, Summed, Tables, Values
 
-Way = Tables | Scores | Carry | Mix | Pairs | Shared | Values | Steps
+Way = Tables | Scores | Carry | Mix | Pairs | Summed | Values | Steps
 
 
 def carries() -> list[Carry]:
@@ -34,10 +34,10 @@ def pairs() -> list[Pairs]:
             *(Pairs(share, True, stages=stages, registers=most) for share, stages, most in by_products)]
 
 
-def shared() -> list[Shared]:
+def shared() -> list[Summed]:
     """Ways to make gradients of b and c."""
     sizes = [(64, 0, 4, 3), (64, 8, 8, 2), (64, 4, 4, 3), (128, 8, 8, 3), (128, 4, 8, 3), (128, 4, 8, 2), (64, 4, 8, 2)]
-    return [Shared(), *(Shared(*each) for each in sizes)]
+    return [Summed(), *(Summed(*each) for each in sizes)]
 
 
 def values() -> list[Values]:

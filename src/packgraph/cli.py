@@ -207,7 +207,7 @@ def _check_words(words: list[str]) -> None:
 def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     """The configuration that `words` describe (None where help is asked for or there is no preset), and own options."""
     from packgraph.train.command_line import dotted, split_overrides
-    from packgraph.train.config import ConfigError, Layer, read_config
+    from packgraph.train.config import ConfigError, ConfigLayer, read_config
     from packgraph.train.presets import PRESETS, preset
     from packgraph.train.run_folder import run_of
     from packgraph.train.stored_config import config_layer
@@ -240,7 +240,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
             raise ConfigError([f"name a preset ({', '.join(PRESETS)}) or a --config file"])
         return None, own
     base = preset(name)
-    flags = Layer("--resume", {"run": {"resume": own.resume == "newest" or "auto"}} if own.resume else {})
+    flags = ConfigLayer("--resume", {"run": {"resume": own.resume == "newest" or "auto"}} if own.resume else {})
     config = read_config(base, [*layers, options, flags])
     init_from = config.run.init_from
     if init_from is not None and not (config.run.resume and not Path(init_from).expanduser().exists()):
@@ -248,7 +248,7 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
         config = read_config(base, [*layers, options, flags])
     if config.run.resume and own.config is not None:
         # The run that goes on is the one the file lies in, wherever that folder is now.
-        config = read_config(base, [*layers, Layer(str(own.config), run_of(own.config)), options, flags])
+        config = read_config(base, [*layers, ConfigLayer(str(own.config), run_of(own.config)), options, flags])
     own.asked = dotted(options.values)
     return dataclasses.replace(config, preset=name), own
 

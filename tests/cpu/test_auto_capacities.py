@@ -12,7 +12,7 @@ from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.train.auto_capacities import bucket_request, read_lengths, with_capacities
 from packgraph.train.bucket_options import BucketConfig
-from packgraph.train.config import ConfigError, Layer, read_config, to_dict
+from packgraph.train.config import ConfigError, ConfigLayer, read_config, to_dict
 from packgraph.train.data import DataConfig, build_tokenizer, open_documents
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost
 from packgraph.train.launch import prepare
@@ -104,11 +104,11 @@ def test_options_of_other_commands_are_refused(words: list[str], capsys: pytest.
 def test_auto_is_written_as_it_is_read() -> None:
     base = tiny()
     for given, capacities in (("auto", "auto"), ("16x2,8x1", (Capacity(16, 2), Capacity(8, 1)))):
-        config = read_config(base, [Layer("command line", {"graph": {"capacities": given}}, text=True)])
+        config = read_config(base, [ConfigLayer("command line", {"graph": {"capacities": given}}, text=True)])
         assert config.graph.capacities == capacities
-        assert read_config(base, [Layer("file", to_dict(config))]) == config
+        assert read_config(base, [ConfigLayer("file", to_dict(config))]) == config
     with pytest.raises(ConfigError, match=r"--graph.capacities: expected TOKENSxDOC.*, got 'automatic' \(or `auto`\)"):
-        read_config(base, [Layer("command line", {"graph": {"capacities": "automatic"}}, text=True)])
+        read_config(base, [ConfigLayer("command line", {"graph": {"capacities": "automatic"}}, text=True)])
 
 
 def test_estimates_are_near_what_was_measured() -> None:
@@ -159,7 +159,7 @@ def test_the_command_explains_a_plan(path: Path, capsys: pytest.CaptureFixture[s
     assert found["memory_bytes"] > max(bucket["pool_bytes"] for bucket in found["buckets"]) > 9e8
     assert abs(sum(bucket["rows"] for bucket in found["buckets"]) - 1) < 1e-9
     used = found["capacities"]
-    config = read_config(tiny(), [Layer("command line", {"graph": {"capacities": used}}, text=True)])
+    config = read_config(tiny(), [ConfigLayer("command line", {"graph": {"capacities": used}}, text=True)])
     assert [(c.tokens, c.documents) for c in config.graph.declared_capacities()] == [
         (bucket["tokens"], bucket["documents"]) for bucket in found["buckets"]]
 

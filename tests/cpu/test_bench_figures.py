@@ -17,7 +17,7 @@ from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import WINDOW, draw_batches, draw_lengths, refit, shape, zero_gradients
 from packgraph.bench.padding import PaddingOptions, bench_padding
-from packgraph.bench.parts import Work, build_part
+from packgraph.bench.parts import TimedPart, build_part
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import Deadline, start_anew
 from packgraph.packing.capacity import Capacity
@@ -34,7 +34,7 @@ def test_operations_are_those_of_the_matrix_products_that_run(part: str) -> None
     zero_gradients([model])
     (batch,) = draw_batches(Capacity(32, 1), 1, TINY.vocab_size, mean=100, sigma=0.1, seed=0)
     assert batch.lengths == (32,), "without padding, which the model does not ask for"
-    work = Work(model, 32, 32)
+    work = TimedPart(model, 32, 32)
     with FlopCounterMode(display=False) as counter:
         torch.autograd.backward(model(*work.arguments(batch)), work.incoming(batch))
     products = sum(count for operation, count in counter.get_flop_counts()["Global"].items()

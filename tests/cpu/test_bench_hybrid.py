@@ -11,7 +11,7 @@ from packgraph import cli
 from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.models import FreshModel, draw_batches, refit, shape, squared_gradients, zero_gradients
 from packgraph.bench.moe_variants import make_expert_way, partial_scope
-from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.torch_layers import layers_of
 from packgraph.bench.variants import Recorded, Setting, Way
 from packgraph.models.config import DecoderConfig
@@ -35,11 +35,11 @@ def make(count: int = 2) -> tuple[DecoderStack, list[PackedBatch], Setting]:
     model = build_part("layers", shape("hybrid-tiny"), CPU, torch.float32)
     zero_gradients([model])
     draws = draw_batches(ONE, count, 300, mean=8, sigma=0.8, seed=0)
-    return model, draws, Setting(Work(model, 32, min(batch.num_tokens for batch in draws)), model, ONE, (ONE,),
+    return model, draws, Setting(TimedPart(model, 32, min(batch.num_tokens for batch in draws)), model, ONE, (ONE,),
                                  compiler="aot_eager")
 
 
-def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: Work) -> list[tuple[float, float]]:
+def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: TimedPart) -> list[tuple[float, float]]:
     """Score of the output and norm of the gradients for each microbatch, after the way got ready."""
     batches = [refit(batch, way.capacity(batch)) for batch in draws]
     way.prepare(batches)

@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.bench.largest import Memory, most_tokens, search
+from packgraph.bench.largest import HeldBytes, most_tokens, search
 from packgraph.bench.timing import Deadline
 
-LOTS = Memory(0.0, 2.0**60)
+LOTS = HeldBytes(0.0, 2.0**60)
 
 
 @given(most=st.integers(0, 100), good=st.integers(0, 100), guess=st.integers(0, 120))
@@ -37,22 +37,22 @@ def trials(most, takes, there, known=32, deadline=None):
 
 
 def test_a_search_begins_with_what_should_fit():
-    assert trials(1000, Memory(1.0, 0.0), Memory(1040.0, 2.0**60)) == (992, None, [960, 992, 1056, 1024])
-    assert trials(1000, Memory(), LOTS)[:2] == (992, None)
+    assert trials(1000, HeldBytes(1.0, 0.0), HeldBytes(1040.0, 2.0**60)) == (992, None, [960, 992, 1056, 1024])
+    assert trials(1000, HeldBytes(), LOTS)[:2] == (992, None)
 
 
 def test_a_search_stops_before_the_host_has_no_memory_left():
     gib = 2.0**30
-    most, why, asked = trials(10**6, Memory(1.0, gib), Memory(10.0**6, 1000 * gib))
+    most, why, asked = trials(10**6, HeldBytes(1.0, gib), HeldBytes(10.0**6, 1000 * gib))
     assert most == 992 and asked == [992]
     assert why == "1024 would take 1024 GiB of pinned host memory, more than the 1000 GiB of --host-gib"
-    most, why, asked = trials(10**6, Memory(0.0, gib), Memory(0.0, 40 * gib))
+    most, why, asked = trials(10**6, HeldBytes(0.0, gib), HeldBytes(0.0, 40 * gib))
     assert (most, asked) == (32, []) and why.startswith("64 would take 64 GiB")
-    assert trials(900, Memory(1.0, gib), Memory(10.0**6, 1000 * gib))[:2] == (896, None)
+    assert trials(900, HeldBytes(1.0, gib), HeldBytes(10.0**6, 1000 * gib))[:2] == (896, None)
 
 
 def test_a_search_without_time_tells_what_was_known():
-    most, why, asked = trials(10**6, Memory(), LOTS, deadline=Deadline(-1.0))
+    most, why, asked = trials(10**6, HeldBytes(), LOTS, deadline=Deadline(-1.0))
     assert (most, asked) == (32, []) and why.startswith("not measured")
 
 

@@ -18,7 +18,7 @@ from packgraph.bench.flops import model_flops
 from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.models import SHAPES, draw_batches, refit, shape, squared_gradients, zero_gradients
 from packgraph.bench.moe_variants import EXPERT_WAYS, MOE_WAYS, Stashed, make_expert_way, partial_scope
-from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
@@ -49,11 +49,11 @@ def make(part: str, model: str = "moonlight-tiny") -> tuple[DecoderStack, list[P
     built = build_part(part, shape(model), CPU, torch.float32)
     zero_gradients([built])
     draws = draw_batches(ONE, 3, 300, mean=8, sigma=0.8, seed=0)
-    return built, draws, Setting(Work(built, 32, min(batch.num_tokens for batch in draws)), built, ONE, (ONE,),
+    return built, draws, Setting(TimedPart(built, 32, min(batch.num_tokens for batch in draws)), built, ONE, (ONE,),
                                  compiler="aot_eager")
 
 
-def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: Work) -> list[tuple[float, float]]:
+def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: TimedPart) -> list[tuple[float, float]]:
     """Score of the output and norm of the gradients for each microbatch, after the way got ready."""
     batches = [refit(batch, way.capacity(batch)) for batch in draws]
     found = []

@@ -19,7 +19,7 @@ from packgraph.bench.timing import Deadline
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.host_sync import capturing
 from packgraph.graphs.memory.free import free_memory
-from packgraph.offloading.group import Group
+from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.knobs import plan_by_knobs
 from packgraph.offloading.plan import CopySpeed
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_over_keeps_no_host_memory():
 @pytest.mark.parametrize("at", [5, 70])
 def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypatch):
     """Of a reload in an eager pass, and of one in a capture, which ends with an error that explains the first."""
-    start, count, pieces = Group.start_reload, itertools.count(), []
+    start, count, pieces = SavedGroup.start_reload, itertools.count(), []
 
     def start_reload(group):
         if next(count) == at:
@@ -129,7 +129,7 @@ def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory")
         start(group)
 
-    monkeypatch.setattr(Group, "start_reload", start_reload)
+    monkeypatch.setattr(SavedGroup, "start_reload", start_reload)
     model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
     zero_gradients([model])
     options = OffloadOptions(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1)

@@ -19,7 +19,7 @@ from packgraph.bench.compiled import no_silent_eager
 from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.memory import _ratios
 from packgraph.bench.models import draw_batches, refit, shape, squared_gradients, zero_gradients
-from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
@@ -49,11 +49,11 @@ def make(part: str, count: int = 6) -> tuple[DecoderStack, list[PackedBatch], Se
     model = build_part(part, shape("tiny", 2), CPU, torch.float32)
     zero_gradients([model])
     draws = draw_batches(ONE, count, 300, mean=8, sigma=0.8, seed=0)
-    return model, draws, Setting(Work(model, 32, min(batch.num_tokens for batch in draws)), model, ONE, BUCKETS,
+    return model, draws, Setting(TimedPart(model, 32, min(batch.num_tokens for batch in draws)), model, ONE, BUCKETS,
                                  compiler="aot_eager")
 
 
-def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: Work) -> list[tuple[float, float]]:
+def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: TimedPart) -> list[tuple[float, float]]:
     """Score of the output and norm of the gradients for each microbatch, after the way got ready."""
     batches = [refit(batch, way.capacity(batch)) for batch in draws]
     way.prepare(batches)
@@ -161,7 +161,7 @@ def test_padding_rows_of_layers_bring_no_gradient() -> None:
         short = PackedBatch.build([[1] * 20], ONE)
     batches = [refit(short, Capacity(tokens, 6)) for tokens in (short.num_tokens, 32)]
     for real, equal in ((short.num_tokens, True), (32, False)):
-        work = Work(model, 32, real)
+        work = TimedPart(model, 32, real)
         norms = []
         for batch in batches:
             zero_gradients([model])

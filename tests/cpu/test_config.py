@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from packgraph.packing.capacity import Capacity
 from packgraph.train.command_line import all_options, options_help, split_overrides
-from packgraph.train.config import ConfigError, Layer, differences, load_file, read_config, to_dict
+from packgraph.train.config import ConfigError, ConfigLayer, differences, load_file, read_config, to_dict
 from packgraph.train.config_values import ValueProblem, convert, plain, render
 from packgraph.train.presets import preset
 
@@ -52,15 +52,15 @@ def from_words(*words: str) -> Outer:
     return read_config(Outer(), [layer])
 
 
-def problems_of(*layers: Layer) -> tuple[str, ...]:
+def problems_of(*layers: ConfigLayer) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         read_config(Outer(), layers)
     return caught.value.problems
 
 
 def test_later_layers_win_and_untouched_values_stay() -> None:
-    config = read_config(Outer(), [Layer("a.toml", {"count": 5, "inner": {"rate": 1}}),
-                                   Layer("command line", {"inner": {"rate": "0.25"}}, text=True)])
+    config = read_config(Outer(), [ConfigLayer("a.toml", {"count": 5, "inner": {"rate": 1}}),
+                                   ConfigLayer("command line", {"inner": {"rate": "0.25"}}, text=True)])
     assert config == Outer(count=5, inner=Inner(rate=0.25))
 
 
@@ -84,9 +84,9 @@ def test_flags_take_a_value_only_when_it_fits() -> None:
 
 def test_all_problems_come_at_once_with_place_and_nearest_key() -> None:
     problems = problems_of(
-        Layer("run.toml", {"cuont": 1, "count": 2.5, "inner": {"kind": "three", "on": True, "rate": "fast"}}),
-        Layer("command line", {"rate": "1", "inner": {"shape": "1,2,3", "capacities": "512"}, "on": "maybe"},
-              text=True))
+        ConfigLayer("run.toml", {"cuont": 1, "count": 2.5, "inner": {"kind": "three", "on": True, "rate": "fast"}}),
+        ConfigLayer("command line", {"rate": "1", "inner": {"shape": "1,2,3", "capacities": "512"}, "on": "maybe"},
+                    text=True))
     text = "\n".join(problems)
     assert len(problems) == 9
     assert "run.toml: cuont: unknown key, did you mean count?" in text
@@ -101,7 +101,7 @@ def test_all_problems_come_at_once_with_place_and_nearest_key() -> None:
 
 
 def test_a_section_that_refuses_its_values_is_a_problem_among_others() -> None:
-    problems = problems_of(Layer("f.json", {"inner": {"rate": -1.0}, "zzzzz": 1}))
+    problems = problems_of(ConfigLayer("f.json", {"inner": {"rate": -1.0}, "zzzzz": 1}))
     assert problems == ("f.json: zzzzz: unknown key, did you mean title?",
                         "section inner: rate must not be negative, got -1.0")
 
@@ -122,13 +122,13 @@ def test_an_unknown_option_names_the_nearest(words: list[str], near: str) -> Non
 
 def test_an_unknown_section_of_a_file_names_the_nearest_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_config(preset("qwen3-tiny"), [Layer("run.toml", {"modl": {"num_layers": 1, "hidden_size": 2}})])
+        read_config(preset("qwen3-tiny"), [ConfigLayer("run.toml", {"modl": {"num_layers": 1, "hidden_size": 2}})])
     assert caught.value.problems == ("run.toml: modl: unknown section, did you mean model?",)
 
 
 def test_a_section_set_as_a_value_and_a_missing_value() -> None:
     assert "this is a section; set one of its keys, such as f.json: inner.rate" in problems_of(
-        Layer("f.json", {"inner": 3}))[0]
+        ConfigLayer("f.json", {"inner": 3}))[0]
     with pytest.raises(ConfigError, match=r"--inner\.rate: expected a number, got ''"):
         from_words("--inner.rate", "--on")
 
@@ -170,7 +170,7 @@ capacity = st.builds(Capacity, st.integers(1, 4096), st.integers(1, 64))
     names=st.none() | st.lists(names).map(tuple), capacities=st.lists(capacity, min_size=1).map(tuple),
     cap=st.none() | WHOLE)))
 def test_json_round_trip(config: Outer) -> None:
-    again = read_config(Outer(), [Layer("config.json", json.loads(json.dumps(to_dict(config))))])
+    again = read_config(Outer(), [ConfigLayer("config.json", json.loads(json.dumps(to_dict(config))))])
     assert again == config
     assert differences(to_dict(config), to_dict(again)) == {}
 

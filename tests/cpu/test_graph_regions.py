@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.graphs.recorder.pool import Block, RecorderPool
+from packgraph.graphs.recorder.pool import RecordedStorage, RecorderPool
 from packgraph.graphs.regions import GRANULARITIES, STAGE_NAMES, Run, cut_runs, expand_scope, scope_errors
 
 
@@ -63,7 +63,8 @@ def test_blocks_that_live_together_never_share_memory(variants):
     pool = RecorderPool()
     top = 0
     for variant in variants:
-        blocks = [Block(size, birth, None, birth + life) for size, birth, life in sorted(variant, key=lambda b: b[1])]
+        blocks = [RecordedStorage(size, birth, None, birth + life)
+                  for size, birth, life in sorted(variant, key=lambda b: b[1])]
         places = pool.place(blocks)
         for i, (a, pa) in enumerate(zip(blocks, places, strict=True)):
             for b, pb in list(zip(blocks, places, strict=True))[:i]:
@@ -76,10 +77,10 @@ def test_blocks_that_live_together_never_share_memory(variants):
 
 def test_a_block_still_referenced_keeps_its_own_memory():
     pool = RecorderPool()
-    assert pool.place([Block(10, 0, None), Block(10, 0, None, 4)])[0] is None
+    assert pool.place([RecordedStorage(10, 0, None), RecordedStorage(10, 0, None, 4)])[0] is None
 
 
 def test_fresh_memory_is_poisoned():
     pool = RecorderPool()
-    segment, _ = pool.place([Block(64, 0, None, 4)])[0]
+    segment, _ = pool.place([RecordedStorage(64, 0, None, 4)])[0]
     assert segment.view(torch.float32).isnan().all()

@@ -153,8 +153,8 @@ def test_no_module_reads_private_attributes_of_other_modules_objects():
 # Words of a language of our own, in the names of folders and modules, and of classes and public functions.
 GONE_FOLDERS = {"plan", "diagnose", "offload", "pull", "rows", "grouped"}
 GONE_FILES = {"guard", "effects", "refusals", "claim", "steady", "rehearsal", "lanes", "vote", "votes", "kept",
-              "unused", "flight", "spans", "board", "disagreements", "repeat", "sharing", "apart", "side", "moments", "pace",
-              "contest", "company", "ways", "ssd_ways", "moe_ways", "engine", "forget"}
+              "unused", "flight", "spans", "board", "disagreements", "repeat", "sharing", "apart", "side", "moments",
+              "pace", "contest", "company", "ways", "ssd_ways", "moe_ways", "engine", "forget"}
 GONE_NAMES = {"HostReadGuard", "Watch", "HostEffects", "Refusal", "refusal", "Passed", "Made", "Claim", "Ticket",
               "Steady", "Rehearsal", "rehearse", "Lanes", "EmulatedLanes", "RecordedLanes", "CudaLanes", "make_lanes",
               "captured_lanes", "StoreVote", "KeptCapacities", "Piece", "pieces_of", "Home", "Homes", "Flight",
@@ -169,6 +169,15 @@ def test_names_are_those_of_the_field():
     old += [f"{place(path, node)}: {node.name}" for path in SOURCE.rglob("*.py") for node in parse(path).body
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name in GONE_NAMES]
     assert not old
+
+
+def test_public_classes_have_names_of_their_own():
+    named: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                named.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: files for name, files in named.items() if len(files) > 1} == {}
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:

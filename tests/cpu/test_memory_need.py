@@ -9,7 +9,7 @@ import torch
 from packgraph.cli import main
 from packgraph.models.decoder import DecoderModel
 from packgraph.train import launch, machine_memory
-from packgraph.train.config import ConfigError, Layer, read_config
+from packgraph.train.config import ConfigError, ConfigLayer, read_config
 from packgraph.train.machine_memory import available_memory
 from packgraph.train.memory_need import check_memory, need_of
 from packgraph.train.presets import PRESETS, preset
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def changed(name, **options):
-    return read_config(preset(name), [Layer("options", options)])
+    return read_config(preset(name), [ConfigLayer("options", options)])
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny", "moonlight-tiny", "hybrid-tiny"])

@@ -9,7 +9,7 @@ from packgraph.graphs.copy_streams import HostMemory, aligned
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, Queues, RecordedCopyStreams, plain
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
-from packgraph.offloading.group import Group
+from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.runtime import OffloadRuntime
 
 
@@ -95,7 +95,7 @@ def kept():
 def reload_without_waiting_for_the_copy_out(patch):
     add = Queues.add
     patch.setattr(Queues, "add", lambda self, lane, number, after, run: add(self, lane, number, None, run))
-    start = Group.start_reload
+    start = SavedGroup.start_reload
 
     def hasty(self):
         if self.copy_out is not None:
@@ -106,7 +106,7 @@ def reload_without_waiting_for_the_copy_out(patch):
             finally:
                 self.lanes.wait = wait
 
-    patch.setattr(Group, "start_reload", hasty)
+    patch.setattr(SavedGroup, "start_reload", hasty)
 
 
 def use_without_waiting_for_the_reload(patch):

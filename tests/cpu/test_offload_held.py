@@ -9,7 +9,7 @@ from torch import nn
 from packgraph.graphs.copy_streams import captured_copy_streams
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach
-from packgraph.offloading.group import Group
+from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.runtime import OffloadRuntime
 
 INPUT = torch.linspace(0.0, 1.0, 8)
@@ -122,7 +122,7 @@ def shared(**options):
 def test_graphs_leave_the_same_memory_where_it_is(granularity, monkeypatch):
     """Its places are the same in eager passes and in captures, though a graph takes in leaves."""
     counts = {"counts": (1, 1, 2, 1), "capacities": CAPACITIES}
-    commit, moved = Group.commit, {True: {}, False: {}}
+    commit, moved = SavedGroup.commit, {True: {}, False: {}}
 
     def watched(self, *args, **options):
         commit(self, *args, **options)
@@ -130,7 +130,7 @@ def test_graphs_leave_the_same_memory_where_it_is(granularity, monkeypatch):
         moved[captured_copy_streams() is not None].setdefault((self.layer, self.name), []).append(own)
 
     modules = [name for name in EXPERTS if granularity == "chunk" or "norm" not in name]
-    monkeypatch.setattr(Group, "commit", watched)
+    monkeypatch.setattr(SavedGroup, "commit", watched)
     found, engine, _ = train(shared(), modules, granularity=granularity, late=("out", "back"), policy=by_hand(),
                              **counts)
     assert same(found, train(shared(), **counts)[0])

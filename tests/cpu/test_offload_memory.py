@@ -14,7 +14,7 @@ from packgraph.graphs.copy_streams import DeviceMemory
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
-from packgraph.offloading.group import Memory
+from packgraph.offloading.group import GroupMemory
 from packgraph.offloading.json import from_json, to_json
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import OffloadRuntime
@@ -157,7 +157,7 @@ def test_memory_that_others_hold_is_found_where_everything_moves(modules, parts,
 @pytest.mark.parametrize("everything", [False, True])
 def test_where_nobody_looks_who_holds_memory_more_is_promised(everything, monkeypatch):
     """The control."""
-    monkeypatch.setattr(Memory, "is_held", lambda self: False)
+    monkeypatch.setattr(GroupMemory, "is_held", lambda self: False)
     plans = []
 
     def policy(trace):

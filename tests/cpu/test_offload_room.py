@@ -14,7 +14,7 @@ from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading import runtime as engine
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed
-from packgraph.offloading.room import Room
+from packgraph.offloading.room import Headroom
 from packgraph.offloading.runtime import OffloadRuntime
 
 
@@ -30,7 +30,7 @@ class Told(EmulatedCopyStreams):
 
 
 def test_room_is_what_the_backward_needs_beyond_the_forward():
-    room = Room(Told((15, 18), (26, 30), (28, 28), (18, 37), (8, 27)))
+    room = Headroom(Told((15, 18), (26, 30), (28, 28), (18, 37), (8, 27)))
     room.made(10)
     room.made(20)  # 10 beside them at the most
     room.reached(20, 20, 2)  # 8 between forward and backward
@@ -45,7 +45,7 @@ def test_room_is_what_the_backward_needs_beyond_the_forward():
     ([(10, 10), (10, 10), (5, 14)], 4),
 ])
 def test_what_is_not_a_need_of_the_backward_does_not_count(looks, nbytes):
-    room = Room(Told(*looks))
+    room = Headroom(Told(*looks))
     room.made(10)
     room.reached(10, 10, 1)
     room.reached(10, 10, 0)
@@ -53,7 +53,7 @@ def test_what_is_not_a_need_of_the_backward_does_not_count(looks, nbytes):
 
 
 def test_every_module_has_the_room_that_its_backward_leaves():
-    room = Room(Told((30, 30), (30, 30), (10, 34), (10, 36), (0, 50)))
+    room = Headroom(Told((30, 30), (30, 30), (10, 34), (10, 36), (0, 50)))
     room.made(30)
     room.reached(30, 30, 3)
     room.reached(10, 10, 2)  # 4 beside 30
@@ -64,7 +64,7 @@ def test_every_module_has_the_room_that_its_backward_leaves():
 
 
 def test_what_is_handed_on_to_the_next_module_is_a_need_of_both():
-    room = Room(Told((30, 30), (30, 30), (24, 36), (11, 25), (1, 13)))
+    room = Headroom(Told((30, 30), (30, 30), (24, 36), (11, 25), (1, 13)))
     room.made(30)
     room.reached(30, 30, 3)
     room.reached(20, 20, 2)  # 6 beside 30: 4 are there as the next one starts, and 1 at the end
@@ -83,7 +83,7 @@ def test_rooms_are_no_larger_than_what_backwards_leave(modules, first_time):
         looks.append((held - 10 + grown + handed + 3 * first_time, held + grown + handed + beside + 3 * first_time))
         held, grown = held - 10, grown + 3 * first_time
     looks.append((held - 10 + grown, held + grown))  # nothing is handed on in the end
-    room = Room(Told(*looks))
+    room = Headroom(Told(*looks))
     room.made(100)
     for number in range(len(modules) + 2):
         room.reached(100 - 10 * number, 100 - 10 * number, number)
@@ -95,7 +95,7 @@ def test_rooms_are_no_larger_than_what_backwards_leave(modules, first_time):
 
 
 def test_memory_that_turns_out_to_be_others_was_beside_the_groups():
-    room = Room(Told((10, 10), (20, 22), (30, 30), (30, 30), (20, 35)))
+    room = Headroom(Told((10, 10), (20, 22), (30, 30), (30, 30), (20, 35)))
     for held in (10, 20, 30):
         room.made(held)
     room.is_others(8, 1, 2)  # copied, and held nevertheless: it had left the groups when the third one was made
@@ -105,7 +105,7 @@ def test_memory_that_turns_out_to_be_others_was_beside_the_groups():
 
 
 def test_a_forward_may_be_what_takes_most():
-    room = Room(Told((10, 60), (10, 10), (10, 14), (10, 12)))
+    room = Headroom(Told((10, 60), (10, 10), (10, 14), (10, 12)))
     room.made(10)
     room.reached(10, 10, 2)
     room.reached(10, 10, 1)
@@ -142,7 +142,7 @@ def test_garbage_goes_before_memory_is_looked_at(is_looked_at, monkeypatch):
 
 
 def test_nobody_knows_without_an_allocator():
-    room = Room(EmulatedCopyStreams())
+    room = Headroom(EmulatedCopyStreams())
     room.made(10)
     room.reached(10, 10, 1)
     room.reached(10, 10, 0)
@@ -153,8 +153,8 @@ def test_nobody_knows_without_an_allocator():
 def test_groups_on_the_device_are_counted(measures, monkeypatch):
     """Up to all of them where nothing moves; else what copies have left, in flight and back for the next backward."""
     seen = []
-    monkeypatch.setattr(Room, "made", lambda self, held: seen.append(held))
-    monkeypatch.setattr(Room, "reached", lambda self, before, after, module: seen.append((before, after, module)))
+    monkeypatch.setattr(Headroom, "made", lambda self, held: seen.append(held))
+    monkeypatch.setattr(Headroom, "reached", lambda self, before, after, module: seen.append((before, after, module)))
     _, engine, _ = train(config(layers=3), DENSE, counts=(1,), measures=measures, in_flight=1)
     sizes = [group.bytes for group in engine.trace.groups]
     made, reached = seen[:len(sizes)], seen[len(sizes):]

@@ -10,7 +10,7 @@ from torch import nn
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach
-from packgraph.offloading.group import Group
+from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.marks import nowhere
 from packgraph.offloading.plan import CopySpeed
@@ -155,13 +155,13 @@ def test_a_forward_without_backward_gives_its_host_memory_back_at_once(no_collec
 
 def test_what_came_back_for_an_output_that_nobody_used_is_freed_with_it(no_collections, monkeypatch):
     groups = []
-    begin = Group.__init__
+    begin = SavedGroup.__init__
 
     def noting(self, *arguments, **options):
         begin(self, *arguments, **options)
         groups.append(weakref.ref(self))
 
-    monkeypatch.setattr(Group, "__init__", noting)
+    monkeypatch.setattr(SavedGroup, "__init__", noting)
     module = Marked(lambda h: (h.sin().sum(), h.cos().exp().sum()))
     offloaded(module)
     one, other = module(torch.randn(32, 32))

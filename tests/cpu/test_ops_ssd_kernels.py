@@ -72,11 +72,11 @@ def other_ways(monkeypatch, **given):
 
 def grouped(tile, share):
     """Every piece in a way that is not the usual one."""
-    from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Shared, Tables, Values
+    from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Summed, Tables, Values
     return {"tables": Tables(32, 128), "carry": Carry(columns=64, rows=16),
             "mix": Mix("groups", tile, share),
-            "back": Carry(columns=16), "pairs": Pairs(share, products=True), "of_c": Shared(128, share),
-            "of_b": Shared(128, share), "values": Values("groups", tile, share)}
+            "back": Carry(columns=16), "pairs": Pairs(share, products=True), "of_c": Summed(128, share),
+            "of_b": Summed(128, share), "values": Values("groups", tile, share)}
 
 
 @inside

@@ -12,8 +12,8 @@ from packgraph.offloading.passes import Passes
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import (
-    Copy,
     OffloadTimeline,
+    PlannedCopy,
     Wait,
     predicted,
     simulate_offload,
@@ -27,8 +27,8 @@ PLAN = OffloadPlan((True, False, True, False), (2, KEPT, 3, KEPT), 1)
 
 def test_the_picture_of_the_module_comes_true() -> None:
     timeline = simulate_offload(FOUR, SPEED, PLAN)
-    assert timeline.copies == (Copy(0, True, 10, 10, 20), Copy(2, True, 30, 30, 40), Copy(2, False, 40, 40, 45),
-                               Copy(0, False, 60, 60, 65))
+    assert timeline.copies == (PlannedCopy(0, True, 10, 10, 20), PlannedCopy(2, True, 30, 30, 40),
+                               PlannedCopy(2, False, 40, 40, 45), PlannedCopy(0, False, 60, 60, 65))
     assert timeline.waits == () and timeline.forward_end == 40 and timeline.end == 120
     assert [held for _, held in timeline.memory] == [0, 10, 20, 30, 20, 30, 20, 30, 20, 30, 20, 10, 0]
     assert timeline.peak_bytes == 30

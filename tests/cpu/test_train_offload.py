@@ -8,7 +8,7 @@ import torch
 from trainkit import CPU, RandomPacks, state_of, tiny, trainer
 
 from packgraph.offloading.plan import KEPT
-from packgraph.offloading.room import Room
+from packgraph.offloading.room import Headroom
 from packgraph.parallel.mesh import single_process
 from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
@@ -54,7 +54,7 @@ def test_a_run_that_offloads_is_bitwise_one_that_does_not(graph, granularity, fr
 
 @pytest.mark.parametrize(("slots", "room"), [(1, 7), (2, 0), (None, 0)])
 def test_a_forward_has_its_backwards_room_where_both_use_one_pool(slots, room, tmp_path, monkeypatch):
-    monkeypatch.setattr(Room, "nbytes", 7)
+    monkeypatch.setattr(Headroom, "nbytes", 7)
     config = replace(tiny(graph=True), offload=OffloadConfig(modules=DENSE[1:4], min_bytes=1, margin=0))
     _, offloading = finish(tmp_path / "run", replace(config, graph=replace(config.graph, slots=slots)))
     (planner,) = offloading.planners

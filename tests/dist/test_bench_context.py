@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from distkit import CPU, run_ranks
 
-from packgraph.bench.context import ContextOptions, measure_context
+from packgraph.bench.context import ContextBenchOptions, measure_context
 from packgraph.bench.context_steps import DYNAMIC, FIXED, plan_steps
 from packgraph.bench.context_variant import ContextWay
 from packgraph.bench.rows import Rows, facts
@@ -21,7 +21,7 @@ WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph")
 def options(**changes):
     given = {"model": "tiny", "layers": 1, "tokens": (32,), "places": (8, 32), "ways": WAYS, "rounds": 2, "mean": 16.0,
              "sigma": 1.2, "seed": 0, "ranks": 2, "fixed": 2, "microbatches": 2, "longest": 64}
-    return ContextOptions(**given | changes)
+    return ContextBenchOptions(**given | changes)
 
 
 def measured(mesh, chosen):

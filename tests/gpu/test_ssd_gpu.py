@@ -8,7 +8,7 @@ from ssmkit import NAN, conv_inputs, distances, ids_of, ssd_inputs, with_gradien
 from packgraph.graphs.graphed import graph
 from packgraph.mamba.conv import conv_problems, packed_causal_conv, plain_packed_causal_conv
 from packgraph.mamba.ssd import chunked_ssd, ssd, ssd_problems
-from packgraph.mamba.ssd_configs import Carry, KernelConfigs, Mix, Pairs, Shared, Values
+from packgraph.mamba.ssd_configs import Carry, KernelConfigs, Mix, Pairs, Summed, Values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -86,7 +86,7 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
 def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
     """Whatever the table says; running sums of bfloat16 by products are tested nowhere else."""
     from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
-    ways = KernelConfigs(mix=mix, carry=Carry(64), pairs=Pairs(products=True), of_c=Shared(128), of_b=Shared(128),
+    ways = KernelConfigs(mix=mix, carry=Carry(64), pairs=Pairs(products=True), of_c=Summed(128), of_b=Summed(128),
                          values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages))
     for kernels in (ssd_backward_kernel, ssd_forward_kernel):
         monkeypatch.setattr(kernels, "ways_of", lambda *sizes: ways)

@@ -14,7 +14,7 @@ import torch
 from packgraph.bench.bank import bank_shapes, one_each
 from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import dtype_on, shape, zero_gradients
-from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline, start_anew, synchronize
 from packgraph.bench.variants import Graphed, room_for_code
@@ -67,7 +67,7 @@ def _measure(options: CaptureOptions, model: DecoderStack, device: torch.device,
     granularity, _, compiled = name.partition("+")
     shapes = bank_shapes(tokens, options.documents, buckets)
     drawn = one_each(shapes, model.config.vocab_size, mean=options.mean, sigma=options.sigma, seed=options.seed)
-    work = Work(model, tokens, real=min(batch.num_tokens for batch in drawn))
+    work = TimedPart(model, tokens, real=min(batch.num_tokens for batch in drawn))
     batches = [batch.to(device) for batch in drawn]
     synchronize(device)
     began = time.perf_counter()

@@ -11,7 +11,7 @@ from packgraph.bench.attention import AttentionOptions, bench_attention, usual_b
 from packgraph.bench.capture import CAPTURE_WAYS, CaptureOptions, bench_capture
 from packgraph.bench.capture import COLUMNS as CAPTURE_COLUMNS
 from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
-from packgraph.bench.context import ContextOptions, bench_context
+from packgraph.bench.context import ContextBenchOptions, bench_context
 from packgraph.bench.context_variant import CONTEXT_WAYS, USUAL_WAYS
 from packgraph.bench.copies import free_host_bytes
 from packgraph.bench.distributions import DISTRIBUTIONS
@@ -353,7 +353,7 @@ def _context(asked: argparse.Namespace) -> int:
     tokens = work["tokens"]
     assert isinstance(tokens, tuple)
     longest = asked.longest or min(8 * KILO, fixed * min(tokens))
-    options = ContextOptions(ranks=launch.world, fixed=fixed, longest=longest, **work)  # type: ignore[arg-type]
+    options = ContextBenchOptions(ranks=launch.world, fixed=fixed, longest=longest, **work)  # type: ignore[arg-type]
     _refuse(options.problems())
     rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
     return _finish(rows, lambda: bench_context(options, device, launch, rows, Deadline(asked.seconds)),

@@ -66,7 +66,7 @@ COLUMNS: list[Column] = [
 
 
 @dataclass(frozen=True)
-class ContextOptions:
+class ContextBenchOptions:
     """What to measure. ranks: all processes; fixed: ranks of every row of the fixed ways; tokens: of a rank; places:
     for documents in a row; longest: document; granularity: layer or chunk; the rest as in StepOptions."""
 
@@ -106,7 +106,7 @@ class ContextOptions:
         return found
 
 
-def bench_context(options: ContextOptions, device: torch.device, launch: Launch, rows: Rows, deadline: Deadline
+def bench_context(options: ContextBenchOptions, device: torch.device, launch: Launch, rows: Rows, deadline: Deadline
                   ) -> None:
     """Connect the processes of `launch` and measure. Raises on every rank's own errors after writing what there is."""
     layout = Layout(dp=1, cp=options.ranks, contexts=options.sizes)
@@ -114,7 +114,8 @@ def bench_context(options: ContextOptions, device: torch.device, launch: Launch,
         measure_context(options, device, mesh, rows, deadline)
 
 
-def measure_context(options: ContextOptions, device: torch.device, mesh: Mesh, rows: Rows, deadline: Deadline) -> None:
+def measure_context(options: ContextBenchOptions, device: torch.device, mesh: Mesh, rows: Rows, deadline: Deadline
+                    ) -> None:
     """Measure everything in `options`; one row per number of tokens and way. Collective."""
     company = BenchRanks()
     for tokens in options.tokens:
@@ -125,7 +126,7 @@ def measure_context(options: ContextOptions, device: torch.device, mesh: Mesh, r
 class _ContextBench:
     """All ways at one number of tokens per rank, on this rank."""
 
-    def __init__(self, options: ContextOptions, tokens: int, device: torch.device, mesh: Mesh, company: BenchRanks,
+    def __init__(self, options: ContextBenchOptions, tokens: int, device: torch.device, mesh: Mesh, company: BenchRanks,
                  deadline: Deadline) -> None:
         self.options, self.tokens, self.device, self.mesh = options, tokens, device, mesh
         self.company, self.deadline = company, deadline

@@ -15,7 +15,7 @@ import numpy as np
 from packgraph.bench.models import draw_lengths
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.plan import ContextPlan, Group, plan_context
+from packgraph.parallel.context.plan import ContextPlan, RowGroup, plan_context
 from packgraph.parallel.context.request import ContextRequest
 
 SPARE = 256  # documents behind those of a step, to fill its gaps with
@@ -75,7 +75,7 @@ def _step(lengths: Sequence[int], room: int, request: ContextRequest, fixed: int
     return PlannedStep(packs, plan, tokens, max(1, loss_tokens), plan_ms, other.step_us), taken
 
 
-def _groups(plan: ContextPlan) -> list[Group]:
+def _groups(plan: ContextPlan) -> list[RowGroup]:
     return [group for wave in plan.waves for group in wave]
 
 

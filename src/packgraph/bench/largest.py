@@ -11,15 +11,15 @@ from packgraph.bench.timing import Deadline
 SURE = 0.95  # of the tokens that fit by what a smaller row took: holes in pools do not grow with it alone
 
 
-class Memory(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes on the device and pinned ones on the host: that there are, or that a token takes; 0 where nobody knows."""
 
     device: float = 0.0
     host: float = 0.0
 
 
-def most_tokens(runs: Callable[[int], bool], step: int, deadline: Deadline, known: int, takes: Memory, there: Memory
-                ) -> tuple[int, str | None]:
+def most_tokens(runs: Callable[[int], bool], step: int, deadline: Deadline, known: int, takes: HeldBytes,
+                there: HeldBytes) -> tuple[int, str | None]:
     """The most tokens, in steps of `step`, for which `runs`, and what kept from trying more; None where more do not
     run.
 
@@ -45,7 +45,7 @@ def most_tokens(runs: Callable[[int], bool], step: int, deadline: Deadline, know
     return step * steps, stopped
 
 
-def _guess(takes: Memory, there: Memory) -> int:
+def _guess(takes: HeldBytes, there: HeldBytes) -> int:
     """Tokens that should fit; 0 where the device's memory is not known."""
     if not takes.device or not there.device:
         return 0

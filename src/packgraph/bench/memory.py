@@ -14,7 +14,7 @@ import torch
 from packgraph.bench.bank import bank_shapes, one_each
 from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import dtype_on, shape, zero_gradients
-from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
 from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew
 from packgraph.bench.variants import Graphed, Way, room_for_code
@@ -84,7 +84,7 @@ def _measure(options: MemoryOptions, model: DecoderStack, device: torch.device, 
     shapes = bank_shapes(tokens, options.documents, max(1, buckets))
     drawn = one_each(shapes, model.config.vocab_size, mean=options.mean, sigma=options.sigma, seed=options.seed)
     batches = [batch.to(device) for batch in drawn]
-    work = Work(model, tokens, real=min(batch.num_tokens for batch in drawn))
+    work = TimedPart(model, tokens, real=min(batch.num_tokens for batch in drawn))
     free_memory(device)
     before, reserved, free = held_bytes(device), _reserved(device), _free(device)
     way = Graphed("chunk", work, shapes, "chunk", options.compile) if buckets else Way("eager", work)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from packgraph.bench.parts import Work, twin
+from packgraph.bench.parts import TimedPart, twin
 from packgraph.bench.transformers_layers import transformers_stack
 from packgraph.bench.variants import Compiled, Graphed, Setting, Way, make_way
 from packgraph.models.config import DecoderConfig
@@ -64,7 +64,7 @@ def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
 class Stashed(Graphed):
     """Graphs whose experts keep live rows in pages of one pool, as many as the capacity can need."""
 
-    def __init__(self, name: str, work: Work, capacity: Capacity, compile: bool | str = False) -> None:
+    def __init__(self, name: str, work: TimedPart, capacity: Capacity, compile: bool | str = False) -> None:
         assert isinstance(work.model, DecoderStack)
         self.blocks = moe_blocks([work.model])
         self.stash = share_stash(self.blocks, work.config, capacity)

@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.copies import copy_ceiling, copy_times
-from packgraph.bench.largest import Memory, most_tokens
+from packgraph.bench.largest import HeldBytes, most_tokens
 from packgraph.bench.models import draw_batches, dtype_on, shape, zero_gradients
-from packgraph.bench.parts import Work, build_part, twin
+from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
 from packgraph.bench.saved_bytes import kept_for_backward
 from packgraph.bench.timing import (
@@ -116,7 +116,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
     """One row for each way at each number of tokens, then for the largest numbers."""
     model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
     zero_gradients([model])
-    speed, known, takes = copy_ceiling(device), dict.fromkeys(OFFLOAD_WAYS, 0), dict.fromkeys(OFFLOAD_WAYS, Memory())
+    speed, known, takes = copy_ceiling(device), dict.fromkeys(OFFLOAD_WAYS, 0), dict.fromkeys(OFFLOAD_WAYS, HeldBytes())
     ways = [way for way in OFFLOAD_WAYS if way == "kept" or way in options.ways]
     for tokens in options.tokens:
         kept: Row | None = None
@@ -128,7 +128,7 @@ def bench_offload(options: OffloadOptions, device: torch.device, rows: Rows, dea
             if found is not None and tokens > known[way]:
                 known[way] = tokens
                 most = max(found["peak_bytes"] or 0, found["prepare_peak_bytes"] or 0)
-                takes[way] = Memory(most / tokens, (found["pinned_peak_bytes"] or 0) / tokens)
+                takes[way] = HeldBytes(most / tokens, (found["pinned_peak_bytes"] or 0) / tokens)
             rows.add(_identity(options, model, tokens, way, reason) | (found or {"figures": {}}) | _ratios(found, kept))
     for way in ways:
         if options.largest and way != "planned":
@@ -170,7 +170,7 @@ class _Run:
                              seed=options.seed)
         self.batches = [batch.to(device) for batch in drawn]
         self.model, self.device = twin(model, options.attention), device
-        work = Work(self.model, tokens, real=min(batch.num_tokens for batch in drawn))
+        work = TimedPart(self.model, tokens, real=min(batch.num_tokens for batch in drawn))
         self.way = Graphed("chunk", work, [capacity], "chunk", options.compile)
         self.engine: OffloadRuntime | None = None
         if policy is not None or follows is not None:
@@ -350,7 +350,7 @@ def _kept_bytes(options: OffloadOptions, model: DecoderStack, device: torch.devi
 
 
 def _largest(options: OffloadOptions, model: DecoderStack, device: torch.device, way: str, speed: CopySpeed,
-             deadline: Deadline, known: int, takes: Memory) -> Row:
+             deadline: Deadline, known: int, takes: HeldBytes) -> Row:
     """The row of the most tokens that run. known: so many do; takes: by a token of theirs."""
     def runs(tokens: int) -> bool:
         found, reason = attempt_alone(partial(_run_once, options, model, device, tokens, way, speed), Deadline(None))
@@ -359,7 +359,7 @@ def _largest(options: OffloadOptions, model: DecoderStack, device: torch.device,
             raise RuntimeError(f"at {tokens} tokens: {reason}")
         return found is not None
 
-    there = Memory(free_bytes(device), options.host_bytes)
+    there = HeldBytes(free_bytes(device), options.host_bytes)
     work = partial(most_tokens, runs, options.largest, deadline, known, takes, there)
     most, reason = attempt_alone(work, deadline)
     tokens, stopped = most or (known, None)

@@ -52,7 +52,7 @@ def twin(model: DecoderStack, attention: str) -> DecoderStack:
     return copy.deepcopy(model, replaced | {id(model.config): config})
 
 
-class Work:
+class TimedPart:
     """Forward and backward of a part for microbatches of at most `tokens` places, at least `real` of them used.
 
     What comes in from other parts of the model is drawn once; its gradient is zero from row `real` on, so that it is
@@ -72,7 +72,7 @@ class Work:
                 torch.randn(shape, generator=generator, device=like.device).to(like.dtype) for _ in range(2))
             self.gradient[real:] = 0.0
 
-    def by(self, model: torch.nn.Module) -> "Work":
+    def by(self, model: torch.nn.Module) -> "TimedPart":
         """The same work with the same inputs, done by another form of the model."""
         other = copy.copy(self)
         other.model = model

@@ -22,7 +22,7 @@ from packgraph.bench.expert_memory import expert_memory, give_rows, measured_mem
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared_gradients, zero_gradients
 from packgraph.bench.moe_variants import make_expert_way
-from packgraph.bench.parts import Work, build_part
+from packgraph.bench.parts import TimedPart, build_part
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
 from packgraph.bench.timing import (
     Deadline,
@@ -112,7 +112,7 @@ class _StepBench:
                                   mean=options.mean, sigma=options.sigma, seed=options.seed)
         self.flops = [model_flops(config, batch.lengths, head=model.last) for batch in self.draws]
         real = min(batch.num_tokens for batch in self.draws)
-        self.setting = Setting(Work(model, tokens, real), model, buckets[-1], buckets, options.attention,
+        self.setting = Setting(TimedPart(model, tokens, real), model, buckets[-1], buckets, options.attention,
                                options.compiler)
         self.batches: dict[str, list[PackedBatch]] = {}
 

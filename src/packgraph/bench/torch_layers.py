@@ -45,7 +45,7 @@ class Marks:
 LayerCall = Callable[[Tensor, Rotary, AttentionMetadata, Marks | None], Tensor]
 
 
-class Layer(nn.Module):
+class TorchLayer(nn.Module):
     """A decoder layer as one function. Its stages run methods of the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -101,12 +101,13 @@ def marks_of(model: DecoderStack, state: State) -> Marks | None:
     return Marks.of(state) if model.config.experts.enabled or model.config.mamba.enabled else None
 
 
-def layers_of(model: DecoderStack) -> list[Layer]:
+def layers_of(model: DecoderStack) -> list[TorchLayer]:
     """Every layer of `model` as a module of its own, over the same parameters."""
-    return [Layer(layer) for layer in model.layers.values()]
+    return [TorchLayer(layer) for layer in model.layers.values()]
 
 
-def compiled_layers(model: DecoderStack, backend: str | Callable[..., Any], dynamic: bool | None = None) -> list[Layer]:
+def compiled_layers(model: DecoderStack, backend: str | Callable[..., Any], dynamic: bool | None = None
+                    ) -> list[TorchLayer]:
     """`layers_of`, each under torch.compile. dynamic: None lets shapes become symbols when they change."""
     layers = layers_of(model)
     for layer in layers:

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 from packgraph.bench.compiled import CompiledStack, no_silent_eager
 from packgraph.bench.graphed_callables import GraphedCallables
-from packgraph.bench.parts import Work, twin
+from packgraph.bench.parts import TimedPart, twin
 from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
 from packgraph.bench.whole_graph import WholeGraph
 from packgraph.graphs.graphed import control, graph
@@ -51,7 +51,7 @@ class Setting:
     of all. compiler: of ways that compile.
     """
 
-    work: Work
+    work: TimedPart
     model: DecoderStack
     capacity: Capacity
     buckets: tuple[Capacity, ...]
@@ -70,7 +70,7 @@ class Setting:
 class Way:
     """One way of running microbatches; this one eagerly. name: one of STEP_WAYS."""
 
-    def __init__(self, name: str, work: Work, capacities: Sequence[Capacity] = ()) -> None:
+    def __init__(self, name: str, work: TimedPart, capacities: Sequence[Capacity] = ()) -> None:
         """capacities: the only ones that it can run; none = it runs documents as they are."""
         self.name, self.work, self.capacities = name, work, tuple(capacities)
         self.call: Callable[..., Tensor] = work.model
@@ -115,7 +115,7 @@ class Way:
 class Compiled(Way):
     """Code of torch.compile, called from Python. overwrites: whether a call may overwrite what the last returned."""
 
-    def __init__(self, name: str, work: Work, capacities: Sequence[Capacity], call: Callable[..., Tensor],
+    def __init__(self, name: str, work: TimedPart, capacities: Sequence[Capacity], call: Callable[..., Tensor],
                  overwrites: bool = False) -> None:
         super().__init__(name, work, capacities)
         self.call, self.overwrites, self.recompiled = call, overwrites, 0
@@ -138,7 +138,7 @@ class Compiled(Way):
 class Recorded(Way):
     """torch's own graphs: of each layer, or of everything at once. make: the call, given the first microbatch."""
 
-    def __init__(self, name: str, work: Work, capacity: Capacity, make: Callable[[PackedBatch], Any]) -> None:
+    def __init__(self, name: str, work: TimedPart, capacity: Capacity, make: Callable[[PackedBatch], Any]) -> None:
         super().__init__(name, work, (capacity,))
         self._make = make
 
@@ -159,7 +159,7 @@ class Graphed(Way):
     scope: stages that are captured, None for all.
     """
 
-    def __init__(self, name: str, work: Work, capacities: Sequence[Capacity], granularity: str,
+    def __init__(self, name: str, work: TimedPart, capacities: Sequence[Capacity], granularity: str,
                  compile: bool | str, scope: Sequence[str] | None = None) -> None:
         super().__init__(name, work, capacities)
         self.call = self.graphed = graph(work.model, capacities=self.capacities, granularity=granularity, warmup=0,
@@ -219,7 +219,7 @@ class Graphed(Way):
         super().close()
 
 
-def per_layer(seconds: float, work: Work, buckets: int) -> dict[str, Any]:
+def per_layer(seconds: float, work: TimedPart, buckets: int) -> dict[str, Any]:
     """capture_seconds, and the same per layer and bucket."""
     return {"capture_seconds": round(seconds, 3),
             "capture_layer_seconds": round(seconds / work.config.num_layers / max(1, buckets), 5)}

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from packgraph.bench.parts import Work
+from packgraph.bench.parts import TimedPart
 from packgraph.packing.batch import PackedBatch
 
 WARM_UP_CALLS = 3
@@ -40,7 +40,7 @@ class WholeGraph:
     sample: a microbatch of the only capacity. record: makes a function repeatable.
     """
 
-    def __init__(self, work: Work, sample: PackedBatch, record: Record = record_on_cuda) -> None:
+    def __init__(self, work: TimedPart, sample: PackedBatch, record: Record = record_on_cuda) -> None:
         self.work, self.capacity = work, sample.capacity
         self.data = sample.data.clone()
         self.batch = PackedBatch(self.data, sample.capacity)

@@ -5,7 +5,7 @@
 from typing import NamedTuple
 
 from packgraph.graphs.fallback import REASONS
-from packgraph.graphs.state_kinds import DEPTH, LARGEST_BYTES, WATCHED, Row
+from packgraph.graphs.state_kinds import DEPTH, LARGEST_BYTES, WATCHED, KindRule
 
 _HEAD = """# What a graph assumes about your module
 
@@ -33,7 +33,7 @@ that you did not ask for warns once, at your line; with `strict=True` it raises 
 """
 
 
-class Difference(NamedTuple):
+class Rounding(NamedTuple):
     """A case in which numbers may differ from eager's in the last bits. why: the reason."""
 
     what: str
@@ -41,27 +41,27 @@ class Difference(NamedTuple):
 
 
 DIFFERENCES = (
-    Difference("an argument that the module reads twice or more and that your code reads twice or more, too",
-               "autograd sums four gradients in the order in which they come; a graph hands out the sum of its own"),
-    Difference("a parameter that is used inside and outside of the module, or by several of its calls that meet in one "
-               "backward, while gradients are accumulated",
-               "the graph adds to `.grad` by itself, autograd adds the gradient from outside: `(grad + a) + b` for "
-               "`grad + (a + b)`"),
-    Difference("several calls of one module under one `torch.autocast` block that meet in one backward",
-               "eager calls share the cast weights, so their gradients are summed in the lower precision; graphs cast "
-               "for themselves and sum in the parameter's precision, which is more exact (0.3 % measured)"),
-    Difference("a loss that is computed in another thread than the call, from outputs of which one was computed from "
-               "another",
-               "autograd numbers operations thread by thread and goes backwards by these numbers, so eager sums the "
-               "gradients of loss and module in another order than in one thread; a graph takes the loss's sum first"),
-    Difference("arguments that are slices with gaps in memory, expanded, or begin within a tensor at no multiple of 64 "
-               "bytes",
-               "they are copied row-major into aligned static memory, and kernels choose by layout and alignment"),
-    Difference("an infinite gradient of a complex parameter whose `.grad` is None",
-               "it is added to a buffer of zeros, and torch multiplies by 1 + 0i before it adds: 0 * inf is NaN; eager "
-               "does so from the second gradient on"),
-    Difference("the memory layout of gradients that `torch.autograd.grad` returns for parameters",
-               "it is that of the parameter, as `.grad` has it; eager hands out what the last kernel has made"),
+    Rounding("an argument that the module reads twice or more and that your code reads twice or more, too",
+             "autograd sums four gradients in the order in which they come; a graph hands out the sum of its own"),
+    Rounding("a parameter that is used inside and outside of the module, or by several of its calls that meet in one "
+             "backward, while gradients are accumulated",
+             "the graph adds to `.grad` by itself, autograd adds the gradient from outside: `(grad + a) + b` for "
+             "`grad + (a + b)`"),
+    Rounding("several calls of one module under one `torch.autocast` block that meet in one backward",
+             "eager calls share the cast weights, so their gradients are summed in the lower precision; graphs cast "
+             "for themselves and sum in the parameter's precision, which is more exact (0.3 % measured)"),
+    Rounding("a loss that is computed in another thread than the call, from outputs of which one was computed from "
+             "another",
+             "autograd numbers operations thread by thread and goes backwards by these numbers, so eager sums the "
+             "gradients of loss and module in another order than in one thread; a graph takes the loss's sum first"),
+    Rounding("arguments that are slices with gaps in memory, expanded, or begin within a tensor at no multiple of 64 "
+             "bytes",
+             "they are copied row-major into aligned static memory, and kernels choose by layout and alignment"),
+    Rounding("an infinite gradient of a complex parameter whose `.grad` is None",
+             "it is added to a buffer of zeros, and torch multiplies by 1 + 0i before it adds: 0 * inf is NaN; eager "
+             "does so from the second gradient on"),
+    Rounding("the memory layout of gradients that `torch.autograd.grad` returns for parameters",
+             "it is that of the parameter, as `.grad` has it; eager hands out what the last kernel has made"),
 )
 
 ERRORS = (
@@ -116,7 +116,7 @@ def page() -> str:
     return "".join(parts)
 
 
-def _row(row: Row) -> str:
+def _row(row: KindRule) -> str:
     return f"| {_cell(row.what)} | {_cell(row.treatment.value)} | {_cell(row.reason)} |\n"
 
 

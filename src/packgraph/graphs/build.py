@@ -20,7 +20,7 @@ from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results, runs_python
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.call_modes import CallModes
-from packgraph.graphs.calls import Calls
+from packgraph.graphs.calls import OperationLog
 from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.dry_run import DryRun
 from packgraph.graphs.entries import PassThrough, Produced, describe_entries, make_entry, owned_aliases
@@ -109,7 +109,7 @@ class VariantBuild:
         self.program, self.plain, self.slot, self.window, self.aliases = program, plain, slot, window, aliases
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
-        self.lends, self.rehearsal, self.called = lends, rehearsal, Calls()
+        self.lends, self.rehearsal, self.called = lends, rehearsal, OperationLog()
         self.called.tell_apart([*aliases.alias_of.values(), *plain.module.buffers()])
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}

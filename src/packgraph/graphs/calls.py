@@ -48,7 +48,7 @@ class _Tensor(NamedTuple):
 _Call = tuple[tuple[Any, ...], Line | str]
 
 
-class Calls:
+class OperationLog:
     """What one run has called."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Calls:
         """Something else that has to be the same in every run."""
         self._calls.append((facts, user_line()))
 
-    def same_as(self, other: "Calls") -> bool:
+    def same_as(self, other: "OperationLog") -> bool:
         """Whether both runs called the same."""
         return self.digest() == other.digest()
 
@@ -89,11 +89,11 @@ class Calls:
         self._digest = self.digest()
         self._calls = []
 
-    def difference(self, other: "Calls") -> CaptureError | None:
+    def difference(self, other: "OperationLog") -> CaptureError | None:
         """The error that says where this run differs from an earlier one."""
         return _difference(self._calls, other._calls, operator.eq, *_TWICE)
 
-    def difference_of_capture(self, other: "Calls") -> CaptureError | None:
+    def difference_of_capture(self, other: "OperationLog") -> CaptureError | None:
         """The error that says where this run, which is captured, differs from an earlier one, which was not."""
         return _difference(self._operations(), other._operations(), _same_fact, *_CAPTURED)
 

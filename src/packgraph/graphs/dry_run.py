@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import Placement
 
-from packgraph.graphs.calls import Calls
+from packgraph.graphs.calls import OperationLog
 from packgraph.graphs.constants import Constants
 
 
@@ -25,7 +25,7 @@ class DryRun(NamedTuple):
     read: list[torch.Tensor]
     written: list[torch.Tensor]
     constants: Constants
-    calls: Calls
+    calls: OperationLog
     placements: dict[int, tuple[Placement, ...]]
     has_host_steps: bool = False
     unpacks: bool = False

@@ -53,7 +53,7 @@ def is_user_file(name: str) -> bool:
     return not (name.startswith(_STDLIB) and "site-packages" not in name)
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of code."""
 
     file: str
@@ -64,12 +64,12 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line} in {self.function}"
 
 
-def user_place(frame: FrameType | None = None) -> Place | None:
+def user_place(frame: FrameType | None = None) -> SourceLine | None:
     """The innermost user frame of the running call stack."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
-            return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
@@ -87,7 +87,7 @@ def forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def warn(message: str, place: Place | None = None) -> None:
+def warn(message: str, place: SourceLine | None = None) -> None:
     """Warn at the user's line. Whoever warns sees to it that it is once: Python would take two modules for one."""
     place = place or user_place()
     if place is None:

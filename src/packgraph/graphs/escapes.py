@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.calls import VARIES, Calls, Line, is_of_offloading
+from packgraph.graphs.calls import VARIES, Line, OperationLog, is_of_offloading
 from packgraph.graphs.constants import Constants
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.host_sync import CaptureChecker, Journal, shapes_only
@@ -60,7 +60,7 @@ class Observation:
         self.constants, self.is_first = constants, is_first
         self._made: list[_Made] = []
         self._latest: dict[int, _Made] = {}  # by identity
-        self.calls = Calls()
+        self.calls = OperationLog()
         self._tainted: set[int] = set()
 
     def hand(self, tensors: Iterable[torch.Tensor], line: str) -> None:

@@ -63,7 +63,7 @@ class Treatment(enum.Enum):
     REFUSED = "not watched: the module runs eagerly"
 
 
-class Row(NamedTuple):
+class KindRule(NamedTuple):
     """kinds: types, or dotted names of them (`numpy.ndarray`, all of a package with
     `logging.*`)."""
 
@@ -92,59 +92,59 @@ _SCALARS = (
     re.Pattern,
 )
 
-WATCHED: tuple[Row, ...] = (
-    Row(
-        "tensors, parameters and buffers",
-        (torch.Tensor,),
-        Treatment.TENSOR,
-        "a graph reads the storage it was captured with: another tensor, storage, shape, stride, "
-        "dtype or requires_grad, a first or last hook and Python attributes are noticed; values "
-        "are read at every replay",
+WATCHED: tuple[KindRule, ...] = (
+    KindRule(
+             "tensors, parameters and buffers",
+             (torch.Tensor,),
+             Treatment.TENSOR,
+             "a graph reads the storage it was captured with: another tensor, storage, shape, stride, "
+             "dtype or requires_grad, a first or last hook and Python attributes are noticed; values "
+             "are read at every replay",
     ),
-    Row(
-        "modules, also in lists, objects and closures",
-        (torch.nn.Module,),
-        Treatment.MODULE,
-        "training flags, submodules, parameters, buffers, hooks and attributes are baked",
+    KindRule(
+             "modules, also in lists, objects and closures",
+             (torch.nn.Module,),
+             Treatment.MODULE,
+             "training flags, submodules, parameters, buffers, hooks and attributes are baked",
     ),
-    Row(
-        "torch generators",
-        (torch.Generator,),
-        Treatment.IDENTITY,
-        "replays advance them as eager calls do",
+    KindRule(
+             "torch generators",
+             (torch.Generator,),
+             Treatment.IDENTITY,
+             "replays advance them as eager calls do",
     ),
-    Row(
-        "random generators of Python and numpy",
-        (
+    KindRule(
+             "random generators of Python and numpy",
+             (
             random.Random,
             "numpy.random.Generator",
             "numpy.random.RandomState",
             "numpy.random.BitGenerator",
         ),
-        Treatment.REFUSED,
-        "a replay would neither see nor advance its hidden state",
+             Treatment.REFUSED,
+             "a replay would neither see nor advance its hidden state",
     ),
     # A proxy has __next__, whatever it refers to: before iterators.
-    Row(
-        "weak references and context variables",
-        (
+    KindRule(
+             "weak references and context variables",
+             (
             weakref.ReferenceType,
             weakref.ProxyType,
             weakref.CallableProxyType,
             contextvars.ContextVar,
         ),
-        Treatment.REFERENT,
-        "forward reads what they refer to now",
+             Treatment.REFERENT,
+             "forward reads what they refer to now",
     ),
-    Row(
-        "iterators, generators and files",
-        (Iterator, AsyncIterator, Coroutine, io.IOBase),
-        Treatment.REFUSED,
-        "a replay would not advance it",
+    KindRule(
+             "iterators, generators and files",
+             (Iterator, AsyncIterator, Coroutine, io.IOBase),
+             Treatment.REFUSED,
+             "a replay would not advance it",
     ),
-    Row(
-        "queues and connections",
-        (
+    KindRule(
+             "queues and connections",
+             (
             queue.Queue,
             queue.SimpleQueue,
             "asyncio.Queue",
@@ -152,43 +152,43 @@ WATCHED: tuple[Row, ...] = (
             "multiprocessing.queues.SimpleQueue",
             "multiprocessing.connection._ConnectionBase",
         ),
-        Treatment.REFUSED,
-        "a replay would not take from it",
+             Treatment.REFUSED,
+             "a replay would not take from it",
     ),
-    Row(
-        "events of processes",
-        ("multiprocessing.synchronize.Event",),
-        Treatment.REFERENT,
-        "whether they are set is baked",
+    KindRule(
+             "events of processes",
+             ("multiprocessing.synchronize.Event",),
+             Treatment.REFERENT,
+             "whether they are set is baked",
     ),
-    Row(
-        "other state shared by processes, and pointers",
-        (
+    KindRule(
+             "other state shared by processes, and pointers",
+             (
             "multiprocessing.synchronize.Semaphore",
             "multiprocessing.synchronize.Condition",
             "multiprocessing.synchronize.Barrier",
             "multiprocessing.managers.BaseProxy",
             "_ctypes._Pointer",
         ),
-        Treatment.REFUSED,
-        "what is behind it cannot be compared before a replay",
+             Treatment.REFUSED,
+             "what is behind it cannot be compared before a replay",
     ),
-    Row(
-        "numpy scalars",
-        ("numpy.generic",),
-        Treatment.VALUE,
-        "they are baked as constants, bit by bit",
+    KindRule(
+             "numpy scalars",
+             ("numpy.generic",),
+             Treatment.VALUE,
+             "they are baked as constants, bit by bit",
     ),
-    Row(
-        "numbers, strings and other plain values",
-        _SCALARS,
-        Treatment.VALUE,
-        "they are baked as constants: 1, True and 1.0 are three values, and so are 0.0 and -0.0; "
-        "NaN equals itself",
+    KindRule(
+             "numbers, strings and other plain values",
+             _SCALARS,
+             Treatment.VALUE,
+             "they are baked as constants: 1, True and 1.0 are three values, and so are 0.0 and -0.0; "
+             "NaN equals itself",
     ),
-    Row(
-        "arrays and byte buffers",
-        (
+    KindRule(
+             "arrays and byte buffers",
+             (
             "numpy.ndarray",
             "array.array",
             bytearray,
@@ -197,12 +197,12 @@ WATCHED: tuple[Row, ...] = (
             "_ctypes.Structure",
             "_ctypes.Array",
         ),
-        Treatment.BYTES,
-        "their contents are baked; beyond 1 MiB they are refused unless numpy has them read-only",
+             Treatment.BYTES,
+             "their contents are baked; beyond 1 MiB they are refused unless numpy has them read-only",
     ),
-    Row(
-        "lists, tuples, sets, deques, dictionaries and views of them",
-        (
+    KindRule(
+             "lists, tuples, sets, deques, dictionaries and views of them",
+             (
             list,
             tuple,
             set,
@@ -212,12 +212,12 @@ WATCHED: tuple[Row, ...] = (
             types.MappingProxyType,
             *VIEWS,
         ),
-        Treatment.CONTENTS,
-        "what they hold is baked, of whatever length, in the order they give it",
+             Treatment.CONTENTS,
+             "what they hold is baked, of whatever length, in the order they give it",
     ),
-    Row(
-        "functions, methods, partial calls and contexts made of functions",
-        (
+    KindRule(
+             "functions, methods, partial calls and contexts made of functions",
+             (
             types.FunctionType,
             types.MethodType,
             types.BuiltinMethodType,
@@ -231,48 +231,48 @@ WATCHED: tuple[Row, ...] = (
             functools._lru_cache_wrapper,
             "contextlib._GeneratorContextManagerBase",
         ),
-        Treatment.FUNCTION,
-        "their operations are baked, with every constant that their code reads, by a name in a string, "
-        "too (`globals()`, `eval`, `sys.modules`); where your code computes the name, with all that "
-        "begins like it in the Python module; `exec` and `eval` of a computed string: all globals",
+             Treatment.FUNCTION,
+             "their operations are baked, with every constant that their code reads, by a name in a string, "
+             "too (`globals()`, `eval`, `sys.modules`); where your code computes the name, with all that "
+             "begins like it in the Python module; `exec` and `eval` of a computed string: all globals",
     ),
-    Row(
-        "classes",
-        (type,),
-        Treatment.CLASS,
-        "methods and class attributes are baked; not of library classes",
+    KindRule(
+             "classes",
+             (type,),
+             Treatment.CLASS,
+             "methods and class attributes are baked; not of library classes",
     ),
-    Row(
-        "Python modules",
-        (types.ModuleType,),
-        Treatment.NAMESPACE,
-        "the functions and constants that the code names are baked; of torch, what its own layers call",
+    KindRule(
+             "Python modules",
+             (types.ModuleType,),
+             Treatment.NAMESPACE,
+             "the functions and constants that the code names are baked; of torch, what its own layers call",
     ),
-    Row(
-        "state of a thread",
-        ("_thread._local",),
-        Treatment.ATTRIBUTES,
-        "its attributes in the thread that calls are baked",
+    KindRule(
+             "state of a thread",
+             ("_thread._local",),
+             Treatment.ATTRIBUTES,
+             "its attributes in the thread that calls are baked",
     ),
-    Row(
-        "loggers",
-        ("logging.Logger",),
-        Treatment.REFERENT,
-        "whether they are disabled and their effective level are baked, not what they write",
+    KindRule(
+             "loggers",
+             ("logging.Logger",),
+             Treatment.REFERENT,
+             "whether they are disabled and their effective level are baked, not what they write",
     ),
-    Row(
-        "operators, contexts and data sets made of users' objects",
-        (
+    KindRule(
+             "operators, contexts and data sets made of users' objects",
+             (
             "torch._library.custom_ops.CustomOpDef",
             "torch.utils.data.dataset.*",
             "contextlib.nullcontext",
         ),
-        Treatment.ATTRIBUTES,
-        "attributes are baked, and the functions and constants among them",
+             Treatment.ATTRIBUTES,
+             "attributes are baked, and the functions and constants among them",
     ),
-    Row(
-        "internals of torch, numpy, packgraph and of the interpreter",
-        (
+    KindRule(
+             "internals of torch, numpy, packgraph and of the interpreter",
+             (
             "torch._*",
             "torch.distributed.*",
             "torch.cuda.*",
@@ -291,16 +291,16 @@ WATCHED: tuple[Row, ...] = (
             types.CellType,
             types.FrameType,
         ),
-        Treatment.IDENTITY,
-        "they keep caches of their own",
+             Treatment.IDENTITY,
+             "they keep caches of their own",
     ),
-    Row(
-        "other objects",
-        (object,),
-        Treatment.ATTRIBUTES,
-        f"attributes and slots are baked, to {DEPTH} objects deep; below that, and of objects without "
-        "attributes, "
-        "identity is watched",
+    KindRule(
+             "other objects",
+             (object,),
+             Treatment.ATTRIBUTES,
+             f"attributes and slots are baked, to {DEPTH} objects deep; below that, and of objects without "
+             "attributes, "
+             "identity is watched",
     ),
 )
 
@@ -321,10 +321,10 @@ def _fits(kind: type, wanted: type | str) -> bool:
     return found is not None and issubclass(kind, found)
 
 
-_ROW_OF: "weakref.WeakKeyDictionary[type, Row]" = weakref.WeakKeyDictionary()
+_ROW_OF: "weakref.WeakKeyDictionary[type, KindRule]" = weakref.WeakKeyDictionary()
 
 
-def row_of(value: Any) -> Row:
+def row_of(value: Any) -> KindRule:
     """The row of the table that says how `value` is watched."""
     kind = type(value)
     row = _ROW_OF.get(kind)

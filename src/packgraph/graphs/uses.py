@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.calls import Calls
+from packgraph.graphs.calls import OperationLog
 from packgraph.graphs.host_calls import Unseen
 from packgraph.graphs.host_sync import CodeWatcher, shapes_only
 from packgraph.graphs.operations import PLAIN_TENSORS, flat, operands_of, operation_of, storages, tensors_of
@@ -25,7 +25,7 @@ class Uses(CodeWatcher):
         calls: Gets the operations; None = nobody asks.
     """
 
-    def __init__(self, made: set[int], calls: Calls | None = None) -> None:
+    def __init__(self, made: set[int], calls: OperationLog | None = None) -> None:
         """made: Storages that were made in the same window; those of this graph are added."""
         super().__init__()
         self._made, self.calls = made, calls

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.mamba.ssd_configs import EVERYWHERE, KernelConfigs, Pairs, Shared, Steps, launched, share_of
+from packgraph.mamba.ssd_configs import EVERYWHERE, KernelConfigs, Pairs, Steps, Summed, launched, share_of
 from packgraph.mamba.ssd_kernel import (
     Sizes,
     carry,
@@ -232,7 +232,7 @@ def pair_gradients(x: Tensor, dy: Tensor, ids: Tensor, tables: Tensor, scores: T
 
 def shared_gradient(value: Tensor, key: Tensor, of_scores: Tensor, states: Tensor, ids: Tensor, tables: Tensor,
                     sizes: Sizes, query: Tensor | None = None,
-                    way: Shared = EVERYWHERE.of_c) -> tuple[Tensor, Tensor]:
+                    way: Summed = EVERYWHERE.of_c) -> tuple[Tensor, Tensor]:
     """Gradient of `query`, or without one of b: [T, G, S], dtype of key; and what `_shared` says of products."""
     per_group = sizes.heads // sizes.groups
     tile = min(sizes.chunk, way.tile)

@@ -67,7 +67,7 @@ class Pairs(NamedTuple):
     registers: int = 0
 
 
-class Shared(NamedTuple):
+class Summed(NamedTuple):
     """Gradients of b or c. tile: rows; share: as of `Pairs`."""
 
     tile: int = 64
@@ -104,8 +104,8 @@ class KernelConfigs(NamedTuple):
     mix: Mix = Mix()
     back: Carry = Carry()
     pairs: Pairs = Pairs()
-    of_c: Shared = Shared()
-    of_b: Shared = Shared()
+    of_c: Summed = Summed()
+    of_b: Summed = Summed()
     values: Values = Values()
     steps: Steps = Steps()
 
@@ -116,13 +116,13 @@ MOST_HEAD_SIZE, MOST_STATE_SIZE, MOST_CHUNK = 64, 128, 128  # of what the table 
 # (from how many rows on, how): descending. The best at 16,384, 4,096 and 1,024 rows of 64 heads in 8 groups on an H200.
 WAYS = (
     (8192, KernelConfigs(tables=Tables(heads=32), scores=Scores(warps=8), mix=Mix("groups", 128, 8, warps=8),
-                         pairs=Pairs(products=True), of_c=Shared(128, 8), of_b=Shared(128, 8),
+                         pairs=Pairs(products=True), of_c=Summed(128, 8), of_b=Summed(128, 8),
                          values=Values("groups", share=8, stages=2))),
-    (2048, KernelConfigs(mix=Mix("groups", 128, 8, warps=8), pairs=Pairs(8, products=True), of_c=Shared(128, 8),
-                         of_b=Shared(128, 8), values=Values("groups", share=8, stages=2), steps=Steps(16, warps=8))),
+    (2048, KernelConfigs(mix=Mix("groups", 128, 8, warps=8), pairs=Pairs(8, products=True), of_c=Summed(128, 8),
+                         of_b=Summed(128, 8), values=Values("groups", share=8, stages=2), steps=Steps(16, warps=8))),
     (0, KernelConfigs(tables=Tables(rows=128), scores=Scores(warps=8), carry=Carry(stages=2),
                       mix=Mix("groups", share=4, stages=2), back=Carry(columns=64), pairs=Pairs(8, products=True),
-                      of_c=Shared(share=8, stages=2), of_b=Shared(share=8, stages=2),
+                      of_c=Summed(share=8, stages=2), of_b=Summed(share=8, stages=2),
                       values=Values("groups", 128, 4, warps=8))))
 
 
@@ -133,7 +133,7 @@ def ways_for(rows: int, head_size: int, state_size: int, chunk: int, dtype: torc
     return next(ways for least, ways in WAYS if rows >= least)
 
 
-def launched(way: Carry | Mix | Pairs | Shared | Values) -> dict[str, int | None]:
+def launched(way: Carry | Mix | Pairs | Summed | Values) -> dict[str, int | None]:
     """What a launch says of warps, stages and registers."""
     return {"num_warps": way.warps, "num_stages": way.stages, "maxnreg": way.registers or None}
 

@@ -2,7 +2,7 @@
 from types import MappingProxyType
 
 from packgraph.models.config import DecoderConfig
-from packgraph.models.work import SCAN_WEIGHTS, Work
+from packgraph.models.work import SCAN_WEIGHTS, BranchWork
 
 
 def head_sizes(config: DecoderConfig) -> tuple[int, int]:
@@ -51,7 +51,7 @@ def layer_cost(config: DecoderConfig, index: int, tokens: int) -> int:
 def head_cost(config: DecoderConfig, tokens: int) -> int:
     """The same of the head."""
     weights = config.hidden_size * config.vocab_size
-    return Work(weights, weights).cost(tokens)
+    return BranchWork(weights, weights).cost(tokens)
 
 
 def routed_width(config: DecoderConfig) -> int:
@@ -81,11 +81,12 @@ def _expert_weights(config: DecoderConfig, experts: int) -> int:
     return config.hidden_size * always + routed_width(config) * columns * experts
 
 
-def _branch_work(config: DecoderConfig, branch: str) -> Work:
+def _branch_work(config: DecoderConfig, branch: str) -> BranchWork:
     weights = _WEIGHTS[branch](config)
     if branch == "moe":
-        return Work(weights, _expert_weights(config, config.experts.count))
-    return Work(weights, weights, SCAN_WEIGHTS * config.mamba.inner * config.mamba.state if branch == "mamba" else 0)
+        return BranchWork(weights, _expert_weights(config, config.experts.count))
+    scanned = SCAN_WEIGHTS * config.mamba.inner * config.mamba.state if branch == "mamba" else 0
+    return BranchWork(weights, weights, scanned)
 
 
 _WEIGHTS = MappingProxyType({

@@ -20,7 +20,7 @@ SCAN_WEIGHTS = 40
 
 
 @dataclass(frozen=True)
-class Work:
+class BranchWork:
     """What one branch has to do. weights: that a token is multiplied by. stored: weights that are read whatever the
     tokens need. other: further work for a token, in weights."""
 

@@ -16,7 +16,7 @@ from packgraph.offloading.runtime import OffloadRuntime
 WHOLE = "layer"  # all that a compiled layer saves
 
 
-class Layer:
+class OffloadedLayer:
     """A layer with marked modules, which hold it and which it holds weakly, as marks do: a model that nobody has any
     more goes at once."""
 
@@ -44,7 +44,7 @@ class LayerMark:
     """The mark of one module in a layer. Code that torch.compile traces passes it by: there the whole piece is one
     group."""
 
-    def __init__(self, engine: OffloadRuntime, layer: Layer, user: int, module: nn.Module) -> None:
+    def __init__(self, engine: OffloadRuntime, layer: OffloadedLayer, user: int, module: nn.Module) -> None:
         self.engine, self.layer, self.user, self._module = engine, layer, user, weakref.ref(module)
 
     def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
@@ -85,7 +85,7 @@ def attach(engine: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
                          "be moved")
     names = layer_names(list(marked))
     numbers = layer_numbers(names)
-    layers = {name: Layer(number, named[name]) for name, number in numbers.items()}
+    layers = {name: OffloadedLayer(number, named[name]) for name, number in numbers.items()}
     for user, (name, module) in enumerate(zip(names, marked.values(), strict=True)):
         vars(module)["offload"] = nowhere if engine is None else LayerMark(engine, layers[name], user, module)
     return sorted(numbers.values())

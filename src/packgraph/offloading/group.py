@@ -33,7 +33,7 @@ from packgraph.graphs.saved_tensors import Given, Staying, in_backward, was_chan
 COVERED = 0.5  # of memory that moves, by the views that were saved
 
 
-class Memory:
+class GroupMemory:
     """The memory behind saved tensors of a group.
 
     place: number of the save, among all of its block, that brought it in: the same in every pass, however it is cut.
@@ -42,7 +42,7 @@ class Memory:
     its way, what was saved by which handle.
     """
 
-    def __init__(self, group: "Group", tensor: Tensor, place: int) -> None:
+    def __init__(self, group: "SavedGroup", tensor: Tensor, place: int) -> None:
         storage = tensor.untyped_storage()
         self.version, self.place = tensor._version, place
         self._group = weakref.ref(group)
@@ -54,14 +54,14 @@ class Memory:
         self.watched: list[tuple[weakref.ref[Handle], Tensor]] = []
 
     @property
-    def group(self) -> "Group":
+    def group(self) -> "SavedGroup":
         """The group that moves it. Every handle keeps it, so it is there for whoever has one."""
         group = self._group()
         assert group is not None, "a memory without a handle"
         return group
 
     @group.setter
-    def group(self, group: "Group") -> None:
+    def group(self, group: "SavedGroup") -> None:
         self._group = weakref.ref(group)
 
     def still(self, tensor: Tensor) -> bool:
@@ -99,9 +99,9 @@ class Handle:
     lies on the mesh. asked: whether a backward has. given: what came back for it. changed: whether it was written to
     while its memory was copied."""
 
-    group: "Group"
-    home: "Group"
-    memory: Memory
+    group: "SavedGroup"
+    home: "SavedGroup"
+    memory: GroupMemory
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
@@ -146,7 +146,7 @@ class Handle:
             return DTensor.from_local(tensor, run_check=False, **self.placed)
 
 
-class Group:
+class SavedGroup:
     """name, layer: the module's. part: of what it saves. order: number within its pass, -1 until its commit. lanes:
     that carry its copies.
 
@@ -157,22 +157,22 @@ class Group:
     """
 
     def __init__(self, name: str, layer: int, lanes: CopyStreams, *, part: int, moves: bool, min_bytes: int,
-                 stays: Set[int], reached: Callable[["Group"], None], wait: Callable[[Copy], None],
+                 stays: Set[int], reached: Callable[["SavedGroup"], None], wait: Callable[[Copy], None],
                  abandoned: Callable[[Copy], None]) -> None:
         self.name, self.layer, self.part, self.lanes = name, layer, part, lanes
         self.moves, self.min_bytes, self.stays = moves, min_bytes, stays
         self.order = -1
-        self.memories: dict[int, Memory] = {}
-        self.large: list[Memory] = []
-        self.moved: list[Memory] = []
+        self.memories: dict[int, GroupMemory] = {}
+        self.large: list[GroupMemory] = []
+        self.moved: list[GroupMemory] = []
         self.host: HostMemory | None = None
         self.copy_out: Copy | None = None
         self.copy_back: Copy | None = None
         self._handles: list[weakref.ref[Handle]] = []
-        self._reached: Callable[[Group], None] | None = reached
+        self._reached: Callable[[SavedGroup], None] | None = reached
         self._wait, self._abandoned = wait, abandoned
 
-    def pack(self, tensor: Tensor, memory: Memory | None, place: int) -> Handle:
+    def pack(self, tensor: Tensor, memory: GroupMemory | None, place: int) -> Handle:
         """The handle of `tensor`. memory: of an earlier group, None = this group's own. place: number of the save."""
         placed = None
         if isinstance(tensor, DTensor):
@@ -185,7 +185,7 @@ class Group:
                 key = tensor.untyped_storage()._cdata
                 memory = self.memories.get(key)
                 if memory is None or not memory.still(tensor):
-                    memory = self.memories[key] = Memory(self, tensor, place)
+                    memory = self.memories[key] = GroupMemory(self, tensor, place)
         memory.covered += tensor.numel() * tensor.element_size()
         memory.waiting += 1
         handle = Handle(self, memory.group, memory, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
@@ -197,12 +197,12 @@ class Group:
             self._handles.append(memory.handles[-1])
         return handle
 
-    def in_parts(self, most: int) -> list[list[Memory]]:
+    def in_parts(self, most: int) -> list[list[GroupMemory]]:
         """What was saved, in order, in at most so many parts of about as many bytes. They follow from shares, so that
         rows of all sizes have the same ones."""
         living = {id(handle.memory) for handle in self._living()}
         memories = [memory for memory in self.memories.values() if id(memory) in living]
-        total, before, found = sum(memory.nbytes for memory in memories), 0, list[list[Memory]]()
+        total, before, found = sum(memory.nbytes for memory in memories), 0, list[list[GroupMemory]]()
         for memory in memories:
             # A part ends where the first memory beyond its share of the bytes begins.
             if not found or most * before >= len(found) * total:
@@ -211,7 +211,7 @@ class Group:
             before += memory.nbytes
         return found
 
-    def hand_over(self, memories: Sequence[Memory], part: "Group") -> None:
+    def hand_over(self, memories: Sequence[GroupMemory], part: "SavedGroup") -> None:
         """Let `memories` and what was saved of them belong to `part`."""
         own = {id(memory) for memory in memories}
         part.memories = {key: memory for key, memory in self.memories.items() if id(memory) in own}
@@ -240,7 +240,7 @@ class Group:
         if self.moves and moving:
             self._send(moving, sources, queued, postpone)
 
-    def _send(self, moving: list[Memory], sources: list[Tensor], queued: Callable[[Copy], None], postpone: bool
+    def _send(self, moving: list[GroupMemory], sources: list[Tensor], queued: Callable[[Copy], None], postpone: bool
               ) -> None:
         self.moved, self._device = moving, sources[0].device
         for memory in moving:
@@ -311,7 +311,7 @@ class Group:
         self.lanes.give_back(self.host)
         self.host = None
 
-    def bring(self, memory: Memory) -> Tensor:
+    def bring(self, memory: GroupMemory) -> Tensor:
         """What `memory` held, uint8 [n]; main has waited for it. Raises RuntimeError when it is gone."""
         self.start_reload()
         if self.copy_back is not None and not self.copy_back.done:

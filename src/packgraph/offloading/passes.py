@@ -41,7 +41,7 @@ class Forwards:
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardTimes:
     """Of one backward: time that compute waits, the most that the device holds beyond the trace's rooms, where reloads
     start."""
 
@@ -93,7 +93,7 @@ class Passes:
         return Forwards(waited + np.maximum(free_at - self.trace.forward_us - waited, 0.0),
                         np.maximum(np.maximum(peak - self.trace.room, after), self.trace.other_bytes), kept)
 
-    def backward(self, moves: Moves, kept: int, limit: int, most_us: float = float("inf")) -> Backward | None:
+    def backward(self, moves: Moves, kept: int, limit: int, most_us: float = float("inf")) -> BackwardTimes | None:
         """What the backward of `moves` costs, with reloads as early as `limit` bytes allow, beyond the trace's rooms.
 
         A reload that its own backward has to start gets its memory beyond the limit, too: compare `peak_bytes`. None as
@@ -126,4 +126,4 @@ class Passes:
             places.append(place)
         held = (begins + come - gone - room for come, gone, room in zip(accumulate(coming), self.gone, self.rooms))
         peak = max(self.trace.other_bytes, begins - self.trace.first_room, *held)
-        return Backward(waited, peak, tuple(reload_at))
+        return BackwardTimes(waited, peak, tuple(reload_at))

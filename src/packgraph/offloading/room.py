@@ -38,7 +38,7 @@ class _Look(NamedTuple):
     most: int
 
 
-class Room:
+class Headroom:
     """Of one pass. Begins with the pass."""
 
     def __init__(self, lanes: CopyStreams) -> None:

@@ -41,7 +41,7 @@ from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.host_sync import capturing
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.saved_tensors import Staying, staying
-from packgraph.offloading.group import Group, Handle, Memory, unpack
+from packgraph.offloading.group import GroupMemory, Handle, SavedGroup, unpack
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace, plan_errors
 from packgraph.offloading.timing import PassTimes, Waits, copy_speed_of
 
@@ -55,7 +55,7 @@ class _Entry:
     """A group of a pass. needed: its place in backward order, smallest first. starts: that of the group at whose
     backward its reload starts, None = the group before it. scope: the capture of its forward."""
 
-    group: weakref.ref[Group]
+    group: weakref.ref[SavedGroup]
     needed: int
     starts: int | None
     scope: int
@@ -69,15 +69,15 @@ class Pass:
         self.seen: set[tuple[int, str]] = set()  # layer and name
         self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
         self.entries: list[_Entry] = []
-        self.leaving: list[tuple[int, weakref.ref[Group]]] = []  # with the place at whose commit main waits for it
-        self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        self.leaving: list[tuple[int, weakref.ref[SavedGroup]]] = []  # with the place at whose commit main waits for it
+        self.memories: weakref.WeakValueDictionary[int, GroupMemory] = weakref.WeakValueDictionary()
 
-    def known(self, tensor: Tensor) -> Memory | None:
+    def known(self, tensor: Tensor) -> GroupMemory | None:
         """The memory of an earlier group that `tensor` lies in."""
         memory = self.memories.get(tensor.untyped_storage()._cdata)
         return memory if memory is not None and memory.still(tensor) else None
 
-    def to_reload(self, order: int) -> list[Group]:
+    def to_reload(self, order: int) -> list[SavedGroup]:
         """What starts to come back when backward reaches group `order`: first what is needed first."""
         here = self.entries[order]
         waiting = [(entry, group) for entry in self.entries if entry.scope == here.scope
@@ -249,15 +249,15 @@ class OffloadRuntime:
         self._pass = Pass(lanes, times)
         return self._pass
 
-    def _open(self, now: Pass, name: str, layer: int, part: int = 0) -> Group:
+    def _open(self, now: Pass, name: str, layer: int, part: int = 0) -> SavedGroup:
         place = self._index.get((layer, name, part), KEPT)
         moves = not self.measures and (self.plan is None or (place != KEPT and self.plan.moves[place]))
         now.seen.add((layer, name))
-        return Group(name, layer, now.lanes, part=part, moves=moves, min_bytes=self.min_bytes,
-                     stays=self._stays[layer, name], reached=partial(self._reached, now),
-                     wait=partial(self._wait, now.lanes), abandoned=self._abandoned.append)
+        return SavedGroup(name, layer, now.lanes, part=part, moves=moves, min_bytes=self.min_bytes,
+                          stays=self._stays[layer, name], reached=partial(self._reached, now),
+                          wait=partial(self._wait, now.lanes), abandoned=self._abandoned.append)
 
-    def _enter(self, now: Pass, group: Group) -> None:
+    def _enter(self, now: Pass, group: SavedGroup) -> None:
         """Give the group its place in the pass."""
         group.order = len(now.entries)
         needed, starts = -group.order, None
@@ -267,7 +267,7 @@ class OffloadRuntime:
             starts = self._backward[self.plan.reload_at[place]] if group.moves else None
         now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
 
-    def _commit(self, now: Pass, group: Group, is_last: bool) -> None:
+    def _commit(self, now: Pass, group: SavedGroup, is_last: bool) -> None:
         self._enter(now, group)
         self._has_saved = self._has_saved or (now.times is not None and bool(group.memories))
         group.commit(partial(self._queued, now.lanes), postpone=self.postpones and now.lanes is self.lanes)
@@ -322,7 +322,7 @@ class OffloadRuntime:
     def _is_tracing(self) -> bool:
         return self._pass is not None and self._pass.times is not None
 
-    def _reached(self, now: Pass, group: Group) -> None:
+    def _reached(self, now: Pass, group: SavedGroup) -> None:
         self._end_forward(now.lanes)
         times, reloads = now.times, now.to_reload(group.order)
         if times is not None:

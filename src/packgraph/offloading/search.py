@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packgraph.graphs.memory.budget import shown
-from packgraph.offloading.passes import Backward, Moves, Passes
+from packgraph.offloading.passes import BackwardTimes, Moves, Passes
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.sets import FEW, candidates
 from packgraph.offloading.simulate import predicted, with_releases
@@ -33,7 +33,7 @@ class _Candidate:
     moves: Moves
     in_flight: int
 
-    def plan(self, backward: Backward) -> OffloadPlan:
+    def plan(self, backward: BackwardTimes) -> OffloadPlan:
         return OffloadPlan(self.moves, backward.reload_at, self.in_flight)
 
 
@@ -138,7 +138,7 @@ def least_peak_bytes(trace: OffloadTrace, speed: CopySpeed, movable: Sequence[bo
     return _Judged(trace, speed, movable, few).least_peak()
 
 
-def _lowest(judged: _Judged, one: _Candidate, most_us: float, best: int | None) -> Backward | None:
+def _lowest(judged: _Judged, one: _Candidate, most_us: float, best: int | None) -> BackwardTimes | None:
     """The backward with the lowest limit on memory, in steps up to `best`, that waits for at most `most_us`; None when
     there is none."""
     floor = max(one.peak, judged.inline_peak(one))
@@ -147,7 +147,7 @@ def _lowest(judged: _Judged, one: _Candidate, most_us: float, best: int | None) 
     total = judged.passes.trace.bytes
     step = max(total // STEPS, 1)
 
-    def at(steps: int) -> Backward | None:
+    def at(steps: int) -> BackwardTimes | None:
         return judged.passes.backward(one.moves, one.kept, floor + steps * step, most_us)
 
     # Beyond the step that reaches `best` every peak that is new is at least `best`.

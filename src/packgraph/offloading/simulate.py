@@ -15,7 +15,7 @@ from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 
 
 @dataclass(frozen=True)
-class Copy:
+class PlannedCopy:
     """One copy of a group. Times in us from the start of the forward."""
 
     group: int
@@ -45,7 +45,7 @@ class OffloadTimeline:
     each of these may exceed the peak. other_bytes: of the trace, below which no peak can be.
     """
 
-    copies: tuple[Copy, ...]
+    copies: tuple[PlannedCopy, ...]
     waits: tuple[Wait, ...]
     commits: tuple[float, ...]
     backwards: tuple[float, ...]
@@ -96,15 +96,15 @@ class _Run:
         self.rooms = [self.room]
         self.waited = 0.0
         self.free_at = {True: 0.0, False: 0.0}  # of the copy engines, by to_host
-        self.copies: list[Copy] = []
+        self.copies: list[PlannedCopy] = []
         self.waits: list[Wait] = []
-        self.in_flight: deque[Copy] = deque()
+        self.in_flight: deque[PlannedCopy] = deque()
         self.due: dict[int, list[int]] = {}
         for group in trace.backward_order:
             if plan.moves[group]:
                 self.due.setdefault(plan.reload_at[group], []).append(group)
         self.on_host: dict[int, float] = {}
-        self.reloaded: dict[int, Copy] = {}
+        self.reloaded: dict[int, PlannedCopy] = {}
         self.commits = [0.0] * len(trace.groups)
         self.backwards = [0.0] * len(trace.groups)
         self.forward_end = 0.0
@@ -165,15 +165,15 @@ class _Run:
             self.on_host[copy.group] = copy.end
         return now
 
-    def _queue(self, index: int, to_host: bool, now: float) -> Copy:
+    def _queue(self, index: int, to_host: bool, now: float) -> PlannedCopy:
         group = self.trace.groups[index]
         start = max(now, self.free_at[to_host], 0.0 if to_host else self.on_host[index])
         end = start + (self.speed.to_host_us(group) if to_host else self.speed.to_device_us(group))
         self.free_at[to_host] = end
-        self.copies.append(Copy(index, to_host, now, start, end))
+        self.copies.append(PlannedCopy(index, to_host, now, start, end))
         return self.copies[-1]
 
-    def _wait(self, copy: Copy, now: float) -> float:
+    def _wait(self, copy: PlannedCopy, now: float) -> float:
         """The time at which compute goes on."""
         if copy.end <= now:
             return now

@@ -11,8 +11,8 @@ without the host that eager work may wait for.
 
 Bytes of groups that are on the device are counted beside in eager passes, for `room.py`: a group's from its commit on,
 without those whose copies main has waited for, and those that come back until the next backward begins. Memory that
-somebody else turns out to hold (`Group.stays`) was none of theirs, in this pass, too; but what a copy of it brings back
-takes memory once more.
+somebody else turns out to hold (`SavedGroup.stays`) was none of theirs, in this pass, too; but what a copy of it brings
+back takes memory once more.
 """
 import weakref
 from collections import deque
@@ -22,15 +22,15 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from packgraph.graphs.copy_streams import Copy, CopyStreams
-from packgraph.offloading.group import Group
+from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.plan import CopySpeed, OffloadGroup, OffloadTrace
-from packgraph.offloading.room import Room
+from packgraph.offloading.room import Headroom
 
 LARGE = 2**21  # bytes of a copy that tells a speed
 LAST_US = 1.0  # behind all others comes, if at all, what a loss leaves out
 
 
-class Mark(NamedTuple):
+class TimeMark(NamedTuple):
     """A time at which main got somewhere, and how many waits it had behind it."""
 
     clock: Any
@@ -50,9 +50,9 @@ class Waits:
         self.lanes.wait(copy)
         self.all.append((began, self.lanes.clock()))
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimeMark:
         """Main gets here."""
-        return Mark(self.lanes.clock(), len(self.all))
+        return TimeMark(self.lanes.clock(), len(self.all))
 
 
 def copy_speed_of(lanes: CopyStreams, known: CopySpeed) -> CopySpeed:
@@ -77,7 +77,7 @@ class _Made(NamedTuple):
     part: int
     memories: tuple[tuple[int, int], ...]
     stays: Set[int]
-    mark: Mark
+    mark: TimeMark
     block: int
 
     @property
@@ -103,16 +103,16 @@ class PassTimes:
     def __init__(self, waits: Waits, captured: bool) -> None:
         self.lanes, self.waits, self.started = waits.lanes, waits, waits.mark()
         self.made: list[_Made] = []
-        self.needed: dict[int, Mark] = {}
+        self.needed: dict[int, TimeMark] = {}
         self.scopes = {self.lanes.scope}
-        self.room, self._held, self._running = None if captured else Room(self.lanes), 0, 0
+        self.room, self._held, self._running = None if captured else Headroom(self.lanes), 0, 0
         self._block = 0
         self._saving: set[int] = set()  # modules that have saved something: backward comes to no other
-        self._leaving: deque[tuple[weakref.ref[Group], int]] = deque()  # with its order
+        self._leaving: deque[tuple[weakref.ref[SavedGroup], int]] = deque()  # with its order
         self._counted: list[int] = []  # by order, bytes of the group while it is on the device
         self._left: dict[int, int] = {}  # by order, the number of modules made until it had left
 
-    def committed(self, group: Group, is_last: bool) -> None:
+    def committed(self, group: SavedGroup, is_last: bool) -> None:
         """The next group is made. is_last: of its parts, all of which have been there."""
         memories = tuple((memory.place, memory.nbytes) for memory in group.large)
         self.made.append(_Made(group.name, group.layer, group.part, memories, group.stays, self.waits.mark(),
@@ -142,7 +142,7 @@ class PassTimes:
             if self.room is not None:
                 self.room.is_others(surplus, made.block - 1, self._left.get(order, self._blocks))
 
-    def reached(self, group: Group, reloads: Sequence[Group]) -> None:
+    def reached(self, group: SavedGroup, reloads: Sequence[SavedGroup]) -> None:
         """Backward has come to `group`; `reloads` begin now."""
         self.needed.setdefault(group.order, self.waits.mark())
         self.scopes.add(self.lanes.scope)
@@ -193,11 +193,11 @@ class PassTimes:
         """The times in microseconds, without waits; waits for the device."""
         waited = [0.0, *accumulate(self.lanes.elapsed_us(*wait) for wait in self.waits.all)]
 
-        def worked(start: Mark, end: Mark) -> float:
+        def worked(start: TimeMark, end: TimeMark) -> float:
             return self.lanes.elapsed_us(start.clock, end.clock) - (waited[end.waits] - waited[start.waits])
 
         groups, passed = [], 0.0
-        begin, first = next(iter(self.needed.values())), dict[int, Mark]()
+        begin, first = next(iter(self.needed.values())), dict[int, TimeMark]()
         came, reached = 0.0, dict[int, float]()
         for order, mark in self.needed.items():
             first.setdefault(self.made[order].block, mark)

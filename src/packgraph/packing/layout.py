@@ -32,7 +32,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """All fields of a batch of one capacity; `nbytes` is the size of the buffer in bytes."""
 
     tokens: Field
@@ -46,7 +46,7 @@ class Layout:
 
 
 @functools.cache
-def layout_of(capacity: Capacity) -> Layout:
+def layout_of(capacity: Capacity) -> BatchLayout:
     """The layout of a batch of `capacity`."""
     start = 0
     fields: dict[str, Field] = {}
@@ -61,4 +61,4 @@ def layout_of(capacity: Capacity) -> Layout:
     ):
         fields[name] = Field(start, length, dtype)
         start = -(-fields[name].stop // ALIGNMENT) * ALIGNMENT
-    return Layout(nbytes=start, **fields)
+    return BatchLayout(nbytes=start, **fields)

@@ -8,7 +8,7 @@ from packgraph.packing.document import Document, read_documents
 from packgraph.packing.overlong import Overlong, check_choice, fitting_parts
 from packgraph.packing.report import PackReport
 from packgraph.packing.tighten import best_fit
-from packgraph.packing.window import Window, build_pack
+from packgraph.packing.window import PackingWindow, build_pack
 
 
 def pack(documents: Any, capacities: Capacity | Iterable[Capacity], *, overlong: Overlong = "error",
@@ -49,10 +49,10 @@ def pack_stream(documents: Any, capacities: Capacity | Iterable[Capacity], *, wi
         raise ValueError(f"window must be at least 1 document, got {window}")
     allowed = CapacitySet(capacities, multiple)
     counts = PackReport() if report is None else report
-    return _stream(_parts(documents, allowed, overlong, counts), Window(allowed, counts), window)
+    return _stream(_parts(documents, allowed, overlong, counts), PackingWindow(allowed, counts), window)
 
 
-def _stream(parts: Iterator[Document], waiting: Window[None], window: int) -> Iterator[PackedBatch]:
+def _stream(parts: Iterator[Document], waiting: PackingWindow[None], window: int) -> Iterator[PackedBatch]:
     for part in parts:
         waiting.add(part, None)
         if len(waiting) >= window:

@@ -25,7 +25,7 @@ def build_pack(documents: list[Document], pack: OpenPack, capacities: CapacitySe
     return batch
 
 
-class Window(Generic[Tag]):
+class PackingWindow(Generic[Tag]):
     """Documents waiting to be packed, each with a tag of the caller (where it came from)."""
 
     def __init__(self, capacities: CapacitySet, report: PackReport) -> None:

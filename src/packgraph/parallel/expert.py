@@ -20,14 +20,14 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import ExpertPart, expert_part, mark_experts
 
 
-class Shared(Protocol):
+class OwnExperts(Protocol):
     """What a dispatcher says about the experts of a layer: the first of this rank, and how many."""
 
     first: int
     count: int
 
 
-def split_experts(model: nn.Module, mesh: Mesh, make_dispatcher: Callable[[int, dist.ProcessGroup | None], Shared]
+def split_experts(model: nn.Module, mesh: Mesh, make_dispatcher: Callable[[int, dist.ProcessGroup | None], OwnExperts]
                   ) -> int:
     """Keep this rank's experts in all layers of `model`, in place, and give each layer its dispatcher.
 

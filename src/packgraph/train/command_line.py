@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from packgraph.train.config import ConfigError, Layer, known_paths
+from packgraph.train.config import ConfigError, ConfigLayer, known_paths
 from packgraph.train.config_values import (
     FALSE_WORDS,
     TRUE_WORDS,
@@ -56,7 +56,7 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
             yield Leaf(prefix + field.name, kinds[field.name], value, text, bare)
 
 
-def split_overrides(arguments: Sequence[str], base: Any, own_options: Collection[str]) -> tuple[Layer, list[str]]:
+def split_overrides(arguments: Sequence[str], base: Any, own_options: Collection[str]) -> tuple[ConfigLayer, list[str]]:
     """The overrides among `arguments` as a layer, and what is left for the command.
 
     own_options: options of the command itself, such as `--config`; they and their values are left alone.
@@ -83,7 +83,7 @@ def split_overrides(arguments: Sequence[str], base: Any, own_options: Collection
         if not has_value:
             value = _take_value(leaf, waiting)
         _put(values, path, value)
-    return Layer(WHERE, values, text=True), rest
+    return ConfigLayer(WHERE, values, text=True), rest
 
 
 def _take_value(leaf: Leaf | None, waiting: list[str]) -> str:

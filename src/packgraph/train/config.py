@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConfigLayer:
     """Values from one place. `where` is a file name or `command line`; `text` says that leaves are text to parse."""
 
     where: str
@@ -54,7 +54,7 @@ class Layer:
         return f"--{path.replace('_', '-')}" if self.text else f"{self.where}: {path}"
 
 
-def read_config(base: T, layers: Sequence[Layer]) -> T:
+def read_config(base: T, layers: Sequence[ConfigLayer]) -> T:
     """Overlay `layers` on `base`, a frozen dataclass tree, later layers winning. Raises ConfigError."""
     problems: list[str] = []
     known = known_paths(base)
@@ -77,7 +77,7 @@ def known_paths(section: Any, prefix: str = "") -> list[str]:
     return paths
 
 
-def _collect(section: Any, layer: Layer, given: Mapping[str, Any], prefix: str, known: list[str],
+def _collect(section: Any, layer: ConfigLayer, given: Mapping[str, Any], prefix: str, known: list[str],
              values: dict[str, Any], problems: list[str]) -> None:
     """Type the leaves of one layer into `values` (dotted path → value); walks sections recursively."""
     types = resolved_types(type(section))
@@ -103,7 +103,7 @@ def _first_key(section: str, known: Sequence[str]) -> str:
     return next((path for path in known if path.startswith(section + ".")), section)
 
 
-def _unknown(path: str, value: Any, layer: Layer, known: Sequence[str]) -> list[str]:
+def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) -> list[str]:
     """What to say of a key that is not known: an unknown section of a file once, of options each of its keys."""
     if not isinstance(value, Mapping):
         near = _nearest(path, known)
@@ -169,7 +169,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return found
 
 
-def load_file(path: Path) -> Layer:
+def load_file(path: Path) -> ConfigLayer:
     """A `.toml` or `.json` file as a layer. Raises ConfigError naming the file when it is missing or malformed.
 
     The checksum of a run's config.json is left out: a copy of it may be edited.
@@ -193,4 +193,4 @@ def load_file(path: Path) -> Layer:
         raise ConfigError([f"{path}: not valid {kind}: {error}"]) from error
     if not isinstance(values, dict):
         raise ConfigError([f"{path}: the top level must be an object with the sections of the configuration"])
-    return Layer(str(path), {key: value for key, value in values.items() if key != CHECKSUM})
+    return ConfigLayer(str(path), {key: value for key, value in values.items() if key != CHECKSUM})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from packgraph.train.checkpoint import checkpoints_by_step
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.checkpoint_state import STATE, read_state
-from packgraph.train.config import ConfigError, Layer, load_file
+from packgraph.train.config import ConfigError, ConfigLayer, load_file
 from packgraph.train.run_files import CHECKSUM, parse_json, read_json
 
 CHECKPOINTS = "checkpoints"
@@ -21,7 +21,7 @@ CONFIG = "config.json"
 class StoredConfig(NamedTuple):
     """Values of a run. note: what is to be said if they are not those of config.json."""
 
-    layer: Layer
+    layer: ConfigLayer
     note: str | None = None
 
 
@@ -34,14 +34,14 @@ def stored_config(folder: Path) -> StoredConfig:
     path = folder / CONFIG
     values = read_json(path)
     if values and _has_checksum(path):
-        return StoredConfig(Layer(str(path), values))
+        return StoredConfig(ConfigLayer(str(path), values))
     for checkpoint in checkpoints_by_step(folder / CHECKPOINTS):
         try:
             stored = read_state(checkpoint).state.get("config")
         except CheckpointError:
             continue
         if isinstance(stored, Mapping):
-            return StoredConfig(Layer(str(checkpoint / STATE), stored), (
+            return StoredConfig(ConfigLayer(str(checkpoint / STATE), stored), (
                 f"{path} is missing, damaged or was edited: the configuration is that of {checkpoint}, and is written "
                 "anew; values are changed by options"))
     # Of a run before configurations had checksums, or one that nothing can be said of.
@@ -52,7 +52,7 @@ def stored_config(folder: Path) -> StoredConfig:
     return StoredConfig(layer)
 
 
-def config_layer(path: Path, resume: bool) -> Layer:
+def config_layer(path: Path, resume: bool) -> ConfigLayer:
     """The values of a config file; for a run to go on, those that `stored_config` finds for its config.json.
 
     Raises:

@@ -18,7 +18,7 @@ from packgraph.models.hf import CONFIG, WeightsError, fill_pretrained, pretraine
 from packgraph.models.hf_config import config_from_json, shape_values
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
 from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.config import ConfigError, Layer, read_config
+from packgraph.train.config import ConfigError, ConfigLayer, read_config
 from packgraph.train.config_values import path_problem, shown
 from packgraph.train.options import TrainConfig
 from packgraph.train.presets import preset
@@ -29,7 +29,7 @@ from packgraph.train.stored_config import CONFIG as RUN_CONFIG
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def shape_layer(path: str) -> Layer:
+def shape_layer(path: str) -> ConfigLayer:
     """The shape of the model in the folder `path` as values of a configuration. Raises WeightsError."""
     file = Path(path).expanduser() / CONFIG
     with _one_error():
@@ -46,7 +46,7 @@ def shape_layer(path: str) -> Layer:
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[name] = value
-    return Layer(str(file), {"model": values})
+    return ConfigLayer(str(file), {"model": values})
 
 
 def load_weights(models: Sequence[DecoderModel], path: str) -> None:

@@ -7,7 +7,7 @@ c:documents is a group of c ranks and what is in its row. Every rank of a group 
 """
 from typing import Any
 
-from packgraph.parallel.context.plan import ContextPlan, Group
+from packgraph.parallel.context.plan import ContextPlan, RowGroup
 
 MOST_LINES = 60  # of the table; an SVG and JSON have all
 
@@ -43,7 +43,7 @@ def _picture(plan: ContextPlan, width: int) -> list[str]:
     return lines
 
 
-def _cell(group: Group, room: int) -> str:
+def _cell(group: RowGroup, room: int) -> str:
     """The name of a group in `room` columns, drawn on to its end."""
     if room < 1:
         return ""
@@ -90,5 +90,5 @@ def _figures(plan: ContextPlan) -> list[str]:
     ]
 
 
-def _tokens(plan: ContextPlan, group: Group) -> int:
+def _tokens(plan: ContextPlan, group: RowGroup) -> int:
     return sum(plan.lengths[document] for document in group.documents)

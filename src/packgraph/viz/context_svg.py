@@ -6,7 +6,7 @@ is padding. Colours tell the size of the group. The file needs no font, script o
 import colorsys
 from html import escape
 
-from packgraph.parallel.context.plan import ContextPlan, Group
+from packgraph.parallel.context.plan import ContextPlan, RowGroup
 from packgraph.viz.svg import STYLE
 
 WIDTH, LANE, LEFT, TOP, RIGHT = 1100, 34, 84, 76, 24
@@ -39,7 +39,7 @@ def draw_context_svg(plan: ContextPlan, title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _group(plan: ContextPlan, group: Group, wave: int, x: float, width: float) -> list[str]:
+def _group(plan: ContextPlan, group: RowGroup, wave: int, x: float, width: float) -> list[str]:
     """The box of a group and in it its documents, in the order of their indices."""
     y, height = TOP + group.first * LANE, group.size * LANE - 2
     told = (f"wave {wave}: {len(group.documents)} documents on {group.size} ranks from rank {group.first}, bucket of "

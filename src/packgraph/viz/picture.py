@@ -12,7 +12,7 @@ from packgraph.parallel.pipeline.slots import assign_slots
 
 
 @dataclass(frozen=True)
-class Block:
+class DrawnAction:
     """One action in a drawing. `bucket` is an index of the picture's capacities, None when there are none."""
 
     action: Action
@@ -39,7 +39,7 @@ class Picture:
 
     schedule: Schedule
     timeline: Timeline
-    rows: tuple[tuple[Block, ...], ...]
+    rows: tuple[tuple[DrawnAction, ...], ...]
     capacities: tuple[int, ...]
     buckets: tuple[int, ...]
 
@@ -79,8 +79,8 @@ def make_picture(schedule: Schedule, capacities: Sequence[int] = (), buckets: Se
     timeline = simulate(schedule, microbatch_costs=[capacities[bucket] / smallest for bucket in buckets] or None)
     slots = assign_slots(schedule)
     rows = tuple(
-        tuple(Block(action, schedule.chunk_of(action.stage), slots[(rank, action.stage, action.microbatch)],
-                    buckets[action.microbatch] if buckets else None, start, end)
+        tuple(DrawnAction(action, schedule.chunk_of(action.stage), slots[(rank, action.stage, action.microbatch)],
+                          buckets[action.microbatch] if buckets else None, start, end)
               for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank]))
         for rank, row in enumerate(schedule.rows))
     return Picture(schedule, timeline, rows, tuple(capacities), tuple(buckets))

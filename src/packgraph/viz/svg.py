@@ -6,7 +6,7 @@ of page and writing follow the reader's theme, those of blocks are mid tones wit
 import colorsys
 from html import escape
 
-from packgraph.viz.picture import Block, Picture, chunk_name
+from packgraph.viz.picture import DrawnAction, Picture, chunk_name
 
 UNIT, LANE, GAP, LEFT, TOP = 30, 32, 14, 84, 76
 HUES = 12
@@ -51,7 +51,7 @@ def draw_svg(picture: Picture, title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _block(block: Block, top: float, picture: Picture) -> str:
+def _block(block: DrawnAction, top: float, picture: Picture) -> str:
     """A rectangle with the action and, below it, slot and bucket; more of it in the tooltip."""
     x, width = LEFT + block.start * UNIT, (block.end - block.start) * UNIT
     below = str(block.slot) if block.bucket is None else f"{block.slot}·{block.bucket}"

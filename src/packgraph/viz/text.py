@@ -7,7 +7,7 @@ Nothing is shortened unless there are more panels than `most_panels`; then the m
 """
 from collections.abc import Sequence
 
-from packgraph.viz.picture import Block, Picture
+from packgraph.viz.picture import DrawnAction, Picture
 
 KEY = "F3, B3: forward, backward of microbatch 3. slot b0: slot 0 of chunk b."
 
@@ -46,7 +46,7 @@ def _panel(picture: Picture, start: int, columns: int, scale: int, margin: int, 
     return lines
 
 
-def _columns(block: Block, scale: int) -> tuple[int, int]:
+def _columns(block: DrawnAction, scale: int) -> tuple[int, int]:
     return round(block.start * scale), round(block.end * scale)
 
 

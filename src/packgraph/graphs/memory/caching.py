@@ -27,7 +27,7 @@ OWN_SEGMENT_FROM = 10 * MEBIBYTE
 
 
 @dataclass(frozen=True)
-class Block:
+class CachedBlock:
     """A piece of a segment that was handed out. segment: its number, the newest has the lowest. nbytes: of the piece,
     not of what was asked for.
     """
@@ -56,7 +56,7 @@ class CachingPool:
         """Allocate and free what one capture does, in the order of the ticks."""
         births = [(block.birth, 1, number) for number, block in enumerate(blocks)]
         deaths = [(block.death, 0, number) for number, block in enumerate(blocks) if block.death is not None]
-        held: dict[int, Block] = {}
+        held: dict[int, CachedBlock] = {}
         for _, is_birth, number in sorted(births + deaths):
             if is_birth:
                 held[number] = self.allocate(blocks[number].nbytes)
@@ -65,7 +65,7 @@ class CachingPool:
         for block in held.values():
             self.free(block)
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> CachedBlock:
         """Hand out a piece for `nbytes` bytes."""
         rounded = max(SMALLEST, -(-nbytes // SMALLEST) * SMALLEST)
         small = rounded <= LARGEST_SMALL
@@ -77,9 +77,9 @@ class CachingPool:
         if self._is_cut_off(left, small):
             self._give((left, segment, offset + rounded), small)
             size = rounded
-        return Block(segment, offset, size, small)
+        return CachedBlock(segment, offset, size, small)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: CachedBlock) -> None:
         """Take a piece back and join it with free neighbours."""
         segment, offset, size = block.segment, block.offset, block.nbytes
         after = self._starts.get((segment, offset + size))

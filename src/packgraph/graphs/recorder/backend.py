@@ -36,7 +36,7 @@ from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
-from packgraph.graphs.recorder.pool import POISON, Block, RecorderPool
+from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool
 from packgraph.graphs.strides import with_bits
 
 
@@ -232,7 +232,7 @@ class RecorderWindow:
         self._nodes: list[_Node] = []
         self._is_brief = False
         self.clock = 0
-        self.blocks: list[Block] = []
+        self.blocks: list[RecordedStorage] = []
         self.block_of: dict[int, int] = {}
         self._external: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._graphs: list[RecorderGraph] = []
@@ -250,7 +250,8 @@ class RecorderWindow:
             if self.block_of.get(cdata) == number:
                 del self.block_of[cdata]
 
-        self.blocks.append(Block(storage.nbytes(), self.clock, weakref.ref(storage, died), brief=self._is_brief))
+        self.blocks.append(
+            RecordedStorage(storage.nbytes(), self.clock, weakref.ref(storage, died), brief=self._is_brief))
         self.block_of[cdata] = number
 
     def note(self, step: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:

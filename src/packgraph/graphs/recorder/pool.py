@@ -18,7 +18,7 @@ POISON = 0xFF
 
 
 @dataclass
-class Block:
+class RecordedStorage:
     """One storage. birth, death: ticks of the window's clock (death None = still referenced).
 
     brief: made by a capture after which nothing reads it.
@@ -48,7 +48,7 @@ class RecorderPool:
             segment.fill_(POISON)
         self.host.arenas.poison()
 
-    def place(self, blocks: list[Block]) -> list[tuple[torch.Tensor, int] | None]:
+    def place(self, blocks: list[RecordedStorage]) -> list[tuple[torch.Tensor, int] | None]:
         """(segment, offset) for every dead block, None for those still referenced; grows the pool as needed."""
         sizes = [segment.numel() for segment in self.segments]
         chosen, added = place_blocks(sizes, [(block.nbytes, block.birth, block.death) for block in blocks])

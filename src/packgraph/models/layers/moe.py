@@ -22,7 +22,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.mlp import feed_forward
 from packgraph.models.sizes import routed_width
 from packgraph.moe.balance import expert_counts
-from packgraph.moe.dispatch.dispatcher import Dispatcher, LocalDispatcher, Rows
+from packgraph.moe.dispatch.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
 from packgraph.moe.experts import Experts
 from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
 from packgraph.moe.router_product import router_logits
@@ -180,7 +180,7 @@ class MoEBlock(nn.Module):
 
     def run_experts(self, state: State) -> State:
         """Replaces moe_rows by moe_made."""
-        rows: Rows = state["moe_rows"]
+        rows: ExpertRows = state["moe_rows"]
         if self.stash is not None and self._learns():
             made = stashed_experts(self.experts, *rows, self.stash)
         else:

@@ -8,7 +8,7 @@
     symmetric     ranks read what is routed from each other's memory                          static, no sync
 
 A plan is a pytree of tensors and constants that travels in the state from stage to stage. Between dispatch and combine
-a rank holds `Rows`.
+a rank holds `ExpertRows`.
 """
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ class Routing(NamedTuple):
     weights: Tensor
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Input of this rank's experts, rows by expert. values: [R, H]. weights: float32 [R]. offsets: int32 [its experts].
 
     Rows from offsets[-1] on are zero here, and undefined in whatever experts make of them.
@@ -53,7 +53,7 @@ class Dispatcher(Protocol):
 
     def preprocess(self, routing: Routing) -> Any: ...
 
-    def dispatch(self, x: Tensor, routing: Routing, plan: Any) -> Rows: ...
+    def dispatch(self, x: Tensor, routing: Routing, plan: Any) -> ExpertRows: ...
 
     def combine(self, rows: Tensor, plan: Any) -> Tensor: ...
 
@@ -77,9 +77,9 @@ class LocalDispatcher:
         """The plan of rows; no host sync."""
         return plan_rows(routing.experts, self.num_experts, routing.experts.numel())
 
-    def dispatch(self, x: Tensor, routing: Routing, plan: RowPlan) -> Rows:
+    def dispatch(self, x: Tensor, routing: Routing, plan: RowPlan) -> ExpertRows:
         """x: [T, H]."""
-        return Rows(gather_rows(x, plan), gather_pairs(routing.weights, plan), plan.offsets)
+        return ExpertRows(gather_rows(x, plan), gather_pairs(routing.weights, plan), plan.offsets)
 
     def combine(self, rows: Tensor, plan: RowPlan) -> Tensor:
         """rows: [R, H] of the experts, weights applied. Returns [T, H]."""

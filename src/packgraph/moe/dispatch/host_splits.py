@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.moe.dispatch.assignment import ExpertAssignment
-from packgraph.moe.dispatch.dispatcher import Routing, Rows
+from packgraph.moe.dispatch.dispatcher import ExpertRows, Routing
 from packgraph.moe.dispatch.exchange import exchange
 from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 from packgraph.moe.permute.segments import before, count_rows, place_segments
@@ -63,11 +63,12 @@ class HostSplitsDispatcher:
         return HostSplitsPlan(departures._replace(pair_of_row=departures.pair_of_row[:sent]),
                               place_segments(arriving, starts, received, received), tuple(send), tuple(receive))
 
-    def dispatch(self, x: Tensor, routing: Routing, plan: HostSplitsPlan) -> Rows:
+    def dispatch(self, x: Tensor, routing: Routing, plan: HostSplitsPlan) -> ExpertRows:
         """x: [T, H]. Returns the rows that were received, all of them live, or an empty one."""
         leaving = gather_rows(x, plan.departures), gather_pairs(routing.weights, plan.departures)[:, None]
         values, weights = self._exchange(leaving, plan.send, plan.receive)
-        return Rows(gather_rows(values, plan.arrivals), gather_pairs(weights, plan.arrivals), plan.arrivals.offsets)
+        rows, factors = gather_rows(values, plan.arrivals), gather_pairs(weights, plan.arrivals)
+        return ExpertRows(rows, factors, plan.arrivals.offsets)
 
     def combine(self, rows: Tensor, plan: HostSplitsPlan) -> Tensor:
         """rows: [received, H] of the experts, weights applied. Returns [T, H]."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.moe.dispatch.assignment import ExpertAssignment
-from packgraph.moe.dispatch.dispatcher import Routing, Rows
+from packgraph.moe.dispatch.dispatcher import ExpertRows, Routing
 from packgraph.moe.dispatch.exchange import exchange
 from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 from packgraph.moe.permute.segments import before, place_segments
@@ -78,12 +78,12 @@ class PaddedDispatcher:
         starts = before(counts) + torch.arange(0, ranks * room, room, device=ends.device)[:, None]
         return PaddedPlan(departures, place_segments(counts, starts, ranks * room, ranks * room), needed)
 
-    def dispatch(self, x: Tensor, routing: Routing, plan: PaddedPlan) -> Rows:
+    def dispatch(self, x: Tensor, routing: Routing, plan: PaddedPlan) -> ExpertRows:
         """x: [T, H]. Returns ranks * C rows."""
         leaving = gather_rows(x, plan.departures), gather_pairs(routing.weights, plan.departures)
         values, weights = exchange(leaving, self._group)
-        return Rows(gather_rows(values, plan.arrivals), gather_pairs(weights[:, None], plan.arrivals),
-                    plan.arrivals.offsets)
+        return ExpertRows(gather_rows(values, plan.arrivals), gather_pairs(weights[:, None], plan.arrivals),
+                          plan.arrivals.offsets)
 
     def combine(self, rows: Tensor, plan: PaddedPlan) -> Tensor:
         """rows: [ranks * C, H] of the experts, weights applied. Returns [T, H]."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.moe.dispatch.assignment import ExpertAssignment
-from packgraph.moe.dispatch.dispatcher import Routing, Rows
+from packgraph.moe.dispatch.dispatcher import ExpertRows, Routing
 from packgraph.moe.peer_read.api import from_experts, to_experts
 from packgraph.moe.peer_read.buffers import Buffers, rows_for
 from packgraph.moe.peer_read.plan import PeerReadPlan, plan_peer_read
@@ -67,10 +67,10 @@ class SymmetricDispatcher:
         return plan_peer_read(routing.experts, self.num_experts, self._sharing.ranks, self._sharing.rank, room,
                               self.buffers.group)
 
-    def dispatch(self, x: Tensor, routing: Routing, plan: PeerReadPlan) -> Rows:
+    def dispatch(self, x: Tensor, routing: Routing, plan: PeerReadPlan) -> ExpertRows:
         """x: [T, H]. Returns R rows."""
         values, weights = to_experts(x, routing.weights, plan, self.room(routing.weights.numel()), self.buffers)
-        return Rows(values, weights, plan.offsets)
+        return ExpertRows(values, weights, plan.offsets)
 
     def combine(self, rows: Tensor, plan: PeerReadPlan) -> Tensor:
         """rows: [R, H] of the experts, weights applied. Returns [T, H]."""

@@ -23,7 +23,7 @@ OWNER = "a block of the stash"
 Column = tuple[torch.dtype, int]  # of a saved tensor: dtype and width
 
 
-class Pool(Protocol):
+class PagePool(Protocol):
     """What a block needs of its stash, see `Stash`."""
 
     pages: Pages
@@ -42,10 +42,10 @@ class Pool(Protocol):
     def host_memory(self, places: Sequence[tuple[Column, int]]) -> list[Tensor]: ...
 
 
-class Block:
+class SavedRecord:
     """What one run of a `saving` block has stashed: one record, several tensors."""
 
-    def __init__(self, stash: Pool, offsets: Tensor, rows: int, leave: Sequence[Tensor]) -> None:
+    def __init__(self, stash: PagePool, offsets: Tensor, rows: int, leave: Sequence[Tensor]) -> None:
         self.stash, self.rows, self.pages, self.measures = stash, rows, stash.pages, stash.measures
         self.offsets: Tensor | None = offsets
         self.left = {tensor.untyped_storage()._cdata for tensor in leave}
@@ -106,7 +106,7 @@ class Block:
 class _Saved:
     """A tensor in pages; while the stash only measures, the tensor itself."""
 
-    def __init__(self, block: Block, column: Column, number: int, tensor: Tensor) -> None:
+    def __init__(self, block: SavedRecord, column: Column, number: int, tensor: Tensor) -> None:
         self.block, self.tensor, self.version = block, tensor if block.measures else None, tensor._version
         self.buffers: list[Tensor] = []
         self.hosts: list[Tensor] = []
@@ -141,7 +141,7 @@ class _Handle:
     """What autograd holds in place of a saved tensor: the columns [first, first + width) of what is stashed. asked:
     whether a backward has. given: what came back for it."""
 
-    def __init__(self, block: Block, saved: _Saved, number: int, tensor: Tensor) -> None:
+    def __init__(self, block: SavedRecord, saved: _Saved, number: int, tensor: Tensor) -> None:
         self.block, self.saved, self.number = block, saved, number
         self.first, self.width = tensor.storage_offset() % tensor.stride(0), tensor.shape[1]
         self.asked, self.given = False, Given()
@@ -179,5 +179,5 @@ def _whole_rows(tensor: Tensor) -> Tensor:
 
 
 def unpack(packed: Any) -> Tensor:
-    """The tensor that `Block.pack` was given."""
+    """The tensor that `SavedRecord.pack` was given."""
     return packed.back() if isinstance(packed, _Handle | Staying) else packed

@@ -46,7 +46,7 @@ from torch import Tensor
 from packgraph.graphs.saved_tensors import are_others
 from packgraph.moe.stash.ops import keep, reserve, take
 from packgraph.moe.stash.pages import DEMAND, NEED_HI, OVERFLOW, SPILLED_HI, Pages
-from packgraph.moe.stash.saving import Block, Column, unpack
+from packgraph.moe.stash.saving import Column, SavedRecord, unpack
 
 
 class Stash:
@@ -120,7 +120,7 @@ class Stash:
         if self.identity or are_others():
             yield
             return
-        block = Block(self, offsets, rows, leave)
+        block = SavedRecord(self, offsets, rows, leave)
         with torch.autograd.graph.saved_tensors_hooks(block.pack, unpack):
             yield
         block.close()

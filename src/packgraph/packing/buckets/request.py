@@ -42,7 +42,7 @@ class BucketRequest:
 
 
 @dataclass(frozen=True)
-class Room:
+class BucketBudget:
     """What the budget allows. tokens: of the largest bucket; buckets: how many; notes: what was dropped for it."""
 
     tokens: int
@@ -50,7 +50,7 @@ class Room:
     notes: tuple[str, ...]
 
 
-def within_budget(request: BucketRequest) -> Room:
+def within_budget(request: BucketRequest) -> BucketBudget:
     """The largest bucket and the number of buckets within the memory budget. Raises ValueError when there is none.
 
     A slot's pool is as large as its largest bucket needs, whatever the others; every bucket has graphs of its own. What
@@ -59,7 +59,7 @@ def within_budget(request: BucketRequest) -> Room:
     multiple = request.multiple
     wanted = -(-request.max_tokens // multiple) * multiple
     if request.budget is None:
-        return Room(wanted, request.max_buckets, ())
+        return BucketBudget(wanted, request.max_buckets, ())
     room = request.budget // request.slots
     allowed = _gib(room) + (f" for each of {request.slots} slots" if request.slots > 1 else "")
 
@@ -70,19 +70,20 @@ def within_budget(request: BucketRequest) -> Room:
         return _smaller(request, wanted, room, allowed, needed)
     buckets = max(count for count in range(1, request.max_buckets + 1) if count == 1 or needed(wanted, count) <= room)
     if buckets == request.max_buckets:
-        return Room(wanted, buckets, ())
-    return Room(wanted, buckets, (
+        return BucketBudget(wanted, buckets, ())
+    return BucketBudget(wanted, buckets, (
         f"{buckets} instead of {request.max_buckets} buckets: {_gib(needed(wanted, request.max_buckets))} would be "
         f"needed ({_gib(request.graph_bytes)} a bucket beside the pool of the largest), the budget is {allowed}",))
 
 
-def _smaller(request: BucketRequest, wanted: int, room: int, allowed: str, needed: Callable[[int, int], int]) -> Room:
+def _smaller(request: BucketRequest, wanted: int, room: int, allowed: str, needed: Callable[[int, int], int]
+             ) -> BucketBudget:
     """The room where a bucket of `wanted` tokens does not fit: smaller ones, as many as asked for if there is a way."""
     sizes = range(request.multiple, wanted, request.multiple)
     for buckets in range(request.max_buckets, 0, -1):
         fitting = max((tokens for tokens in sizes if needed(tokens, buckets) <= room), default=0)
         if fitting:
-            return Room(fitting, buckets, (
+            return BucketBudget(fitting, buckets, (
                 f"buckets of more than {fitting} tokens are dropped: one of {wanted} needs "
                 f"{_gib(needed(wanted, buckets))} with all graphs, the budget is {allowed}",))
     raise ValueError(f"the memory budget of {allowed} holds no bucket: one of {request.multiple} tokens needs "

@@ -13,7 +13,7 @@ Node = tuple[int, int]  # size and first rank of a block
 
 
 @dataclass(slots=True)
-class Row:
+class OpenRow:
     """One row: its block, documents, free tokens, and the places for documents that it has."""
 
     number: int
@@ -35,20 +35,20 @@ class ContextAssignment:
 
     def __init__(self, lengths: Sequence[int], request: ContextRequest, chain: Sequence[int]) -> None:
         self.lengths, self.request, self.chain = lengths, request, tuple(chain)
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, OpenRow] = {}
         self._opened = 0
         self.loads = [0.0] * request.world
         self.used = [0] * request.world
-        self.row_of: dict[int, Row] = {}
+        self.row_of: dict[int, OpenRow] = {}
         self.shelves: dict[Node, list[tuple[int, int]]] = {}
         cost, tokens = request.cost, request.tokens
         self.pair_us = {size: cost.pair_us(size) for size in chain}
         self.place_us = {size: cost.place_us(size, tokens) for size in chain}
         self.empty_us = {size: cost.row_us(size, tokens, request.places[0], 0.0) for size in chain}
 
-    def open(self, size: int, first: int) -> Row:
+    def open(self, size: int, first: int) -> OpenRow:
         """A new empty row on the block of `size` ranks from `first`."""
-        row = Row(self._opened, size, first, size * self.request.tokens, self.request.places[0])
+        row = OpenRow(self._opened, size, first, size * self.request.tokens, self.request.places[0])
         self.rows[row.number] = row
         self._opened += 1
         for rank in range(first, first + size):
@@ -57,7 +57,7 @@ class ContextAssignment:
         insort(self.shelves.setdefault((size, first), []), (row.room, row.number))
         return row
 
-    def merge(self, parts: Sequence[Row]) -> Row:
+    def merge(self, parts: Sequence[OpenRow]) -> OpenRow:
         """One row of all ranks of `parts`, sibling blocks that make up a block, with their documents."""
         documents = [document for row in parts for document in row.documents]
         for document in documents:
@@ -83,13 +83,13 @@ class ContextAssignment:
         places = sum(row.size for row in self.rows.values()) * self.request.tokens
         return sum(row.room for row in self.rows.values()) / places
 
-    def step_us(self, row: Row) -> float:
+    def step_us(self, row: OpenRow) -> float:
         """What one more document costs `row` in places (0 if there is one free)."""
         if len(row.documents) < row.places:
             return 0.0
         return (self.request.places_for(row.places + 1) - row.places) * self.place_us[row.size]
 
-    def put(self, document: int, row: Row) -> None:
+    def put(self, document: int, row: OpenRow) -> None:
         """Add a document to a row that has room for it."""
         self._unshelve(row)
         length = self.lengths[document]
@@ -103,7 +103,7 @@ class ContextAssignment:
         self._add(row, added)
         self._shelve(row)
 
-    def take(self, document: int) -> Row:
+    def take(self, document: int) -> OpenRow:
         """Remove a document from its row, which is returned."""
         row, length = self.row_of.pop(document), self.lengths[document]
         self._unshelve(row)
@@ -116,7 +116,7 @@ class ContextAssignment:
         self._shelve(row)
         return row
 
-    def candidates(self, length: int, node: Node) -> Iterator[Row]:
+    def candidates(self, length: int, node: Node) -> Iterator[OpenRow]:
         """Rows of a block with room for `length` more tokens: the tightest, and the one with most room."""
         shelf = self.shelves.get(node)
         if shelf and shelf[-1][0] >= length:
@@ -129,15 +129,15 @@ class ContextAssignment:
         """All blocks, larger ones first."""
         return [(size, first) for size in reversed(self.chain) for first in range(0, self.request.world, size)]
 
-    def _add(self, row: Row, microseconds: float) -> None:
+    def _add(self, row: OpenRow, microseconds: float) -> None:
         for rank in range(row.first, row.first + row.size):
             self.loads[rank] += microseconds
 
-    def _shelve(self, row: Row) -> None:
+    def _shelve(self, row: OpenRow) -> None:
         if row.room and len(row.documents) < self.request.places[-1]:
             insort(self.shelves[row.size, row.first], (row.room, row.number))
 
-    def _unshelve(self, row: Row) -> None:
+    def _unshelve(self, row: OpenRow) -> None:
         shelf = self.shelves[row.size, row.first]
         place = bisect_left(shelf, (row.room, row.number))
         if place < len(shelf) and shelf[place] == (row.room, row.number):

@@ -12,7 +12,7 @@ So several openings are tried (`context_bins`).
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from packgraph.parallel.context.assignment import ContextAssignment, Row
+from packgraph.parallel.context.assignment import ContextAssignment, OpenRow
 from packgraph.parallel.context.bins import Bin, Opening, fullest
 from packgraph.parallel.context.request import ContextRequest
 
@@ -58,10 +58,10 @@ def merge(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
     return left
 
 
-def _roomy_siblings(board: ContextAssignment, length: int) -> list[Row] | None:
+def _roomy_siblings(board: ContextAssignment, length: int) -> list[OpenRow] | None:
     """Rows of the roomiest blocks of one size below the same block, the smallest that have `length` tokens of room."""
     for part, size in zip(board.chain, board.chain[1:]):
-        found: list[tuple[float, list[Row]]] = []
+        found: list[tuple[float, list[OpenRow]]] = []
         for first in range(0, board.request.world, size):
             shelves = [board.shelves.get((part, start)) for start in range(first, first + size, part)]
             rows = [board.rows[shelf[-1][1]] for shelf in shelves if shelf]
@@ -117,7 +117,7 @@ def _place(board: ContextAssignment, bins: Sequence[Bin], waves: int) -> list[in
     return left
 
 
-def _earliest(board: ContextAssignment, length: int, nodes: Sequence[tuple[int, int]]) -> Row | None:
+def _earliest(board: ContextAssignment, length: int, nodes: Sequence[tuple[int, int]]) -> OpenRow | None:
     """The row whose ranks are done earliest with one more document of `length` tokens."""
     best, best_time, pairs = None, float("inf"), length * length
     for node in nodes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.assignment import ContextAssignment, Row
+from packgraph.parallel.context.assignment import ContextAssignment, OpenRow
 from packgraph.parallel.context.bins import Opening, openings
 from packgraph.parallel.context.bound import ContextBound, fewest_microsteps, lower_bound
 from packgraph.parallel.context.build import build, fill, merge
@@ -28,7 +28,7 @@ WINDOW = 256  # documents beyond the tokens of a step that may fill its gaps
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """One row: `size` ranks from `first`, its documents (indices, ascending), its bucket and its predicted time."""
 
     size: int
@@ -49,11 +49,11 @@ class ContextPlan:
 
     request: ContextRequest
     lengths: tuple[int, ...]
-    waves: tuple[tuple[Group, ...], ...]
+    waves: tuple[tuple[RowGroup, ...], ...]
     left: tuple[int, ...]
     bound: ContextBound
 
-    def group_of(self, wave: int, rank: int) -> Group:
+    def group_of(self, wave: int, rank: int) -> RowGroup:
         """The group that `rank` runs in `wave`."""
         return next(group for group in self.waves[wave] if rank in group.ranks)
 
@@ -211,21 +211,21 @@ def _per_token(board: ContextAssignment) -> float:
     return max(board.loads) / max(1, sum(board.lengths[document] for document in board.row_of))
 
 
-def _waves(board: ContextAssignment, waves: int) -> tuple[tuple[Group, ...], ...]:
+def _waves(board: ContextAssignment, waves: int) -> tuple[tuple[RowGroup, ...], ...]:
     """The rows as waves: every rank runs its larger groups first, and of one size the fullest first."""
     smallest, request = board.chain[0], board.request
-    rows: list[Row] = []
+    rows: list[OpenRow] = []
     for row in board.rows.values():
         # A group without documents is as many groups of the smallest size, which exchange least.
-        rows += [row] if row.documents else [Row(row.number, smallest, first, 0, request.places[0]) for first in range(
-            row.first, row.first + row.size, smallest)]
+        rows += [row] if row.documents else [OpenRow(row.number, smallest, first, 0, request.places[0])
+                                             for first in range(row.first, row.first + row.size, smallest)]
     rows.sort(key=lambda row: (-row.size, -row.pairs, row.number, row.first))
-    found: list[list[Group]] = [[] for _ in range(waves)]
+    found: list[list[RowGroup]] = [[] for _ in range(waves)]
     used = [0] * request.world
     for row in rows:
         us = request.cost.row_us(row.size, request.tokens, row.places, row.pairs)
         bucket = request.bucket(row.size, len(row.documents))
-        group = Group(row.size, row.first, tuple(sorted(row.documents)), bucket, us)
+        group = RowGroup(row.size, row.first, tuple(sorted(row.documents)), bucket, us)
         found[used[row.first]].append(group)
         for rank in group.ranks:
             used[rank] += 1

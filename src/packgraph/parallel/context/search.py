@@ -7,7 +7,7 @@ ends. A count of changes, not a clock, limits it besides, so that all ranks of a
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from packgraph.parallel.context.assignment import ContextAssignment, Row
+from packgraph.parallel.context.assignment import ContextAssignment, OpenRow
 
 WORTH = 0.02  # of what the busiest rank has above the mean, that a change must take away
 NEAR = 3  # partners of a swap that are looked at, on either side of the ideal length
@@ -41,7 +41,7 @@ def _relieve(board: ContextAssignment, busiest: int) -> bool:
     return False
 
 
-def _apply(board: ContextAssignment, document: int, partner: int | None, row: Row) -> None:
+def _apply(board: ContextAssignment, document: int, partner: int | None, row: OpenRow) -> None:
     """Move `document` to `row`, and `partner`, which is there, to where it was."""
     if partner is not None:
         board.take(partner)
@@ -52,7 +52,7 @@ def _apply(board: ContextAssignment, document: int, partner: int | None, row: Ro
 
 
 def _best(board: ContextAssignment, busiest: int, documents: list[int], blocks: list[tuple[int, int]]
-          ) -> tuple[int, int | None, Row] | None:
+          ) -> tuple[int, int | None, OpenRow] | None:
     """The document of `busiest`, partner and row that leave the least maximum of both sides' times; None if none helps.
     """
     before = board.loads[busiest]
@@ -75,8 +75,8 @@ def _best(board: ContextAssignment, busiest: int, documents: list[int], blocks: 
     return best
 
 
-def _partners(board: ContextAssignment, length: int, left: Row, gap: float, there: list[tuple[int, int]],
-              node: tuple[int, int]) -> Iterator[tuple[int | None, int, Row, float]]:
+def _partners(board: ContextAssignment, length: int, left: OpenRow, gap: float, there: list[tuple[int, int]],
+              node: tuple[int, int]) -> Iterator[tuple[int | None, int, OpenRow, float]]:
     """Shorter documents of a block that may change places with one of `length` tokens, about those that close `gap`;
     and rows that may take it without exchange: (document, its length, its row, what more places cost)."""
     for row in board.candidates(length, node):

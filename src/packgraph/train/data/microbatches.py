@@ -16,7 +16,7 @@ from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.document import Document
 from packgraph.packing.overlong import fitting_parts
 from packgraph.packing.report import PackReport
-from packgraph.packing.window import Window
+from packgraph.packing.window import PackingWindow
 from packgraph.train.config_values import shown
 from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.config import DataConfig
@@ -77,7 +77,7 @@ class Microbatches:
             pass
         if not len(self._window):
             raise StopIteration
-        assert isinstance(self._window, Window)
+        assert isinstance(self._window, PackingWindow)
         return self._window.take()
 
     @property
@@ -87,7 +87,7 @@ class Microbatches:
 
     def _new_window(self) -> Waiting:
         """Where documents wait to be packed."""
-        return Window[tuple[int, int]](self._capacities, self.report)
+        return PackingWindow[tuple[int, int]](self._capacities, self.report)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, JSON-able, to be taken between two packs."""
