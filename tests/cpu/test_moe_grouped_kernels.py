@@ -143,7 +143,7 @@ def test_float32_is_multiplied_as_such_on_gpus_of_every_age(file, name, way):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    kernel = getattr(importlib.import_module(f"packgraph.moe.grouped.{file}"), name)
+    kernel = getattr(importlib.import_module(f"packgraph.moe.grouped_gemm.{file}"), name)
     constants = {key.upper(): value for key, value in way._asdict().items() if key.upper() in kernel.arg_names} | {
         key: value for key, value in SIZES.items() if key in kernel.arg_names}
     signature = {key: "constexpr" if key in constants else POINTERS.get(key, "i32") for key in kernel.arg_names}

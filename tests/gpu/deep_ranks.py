@@ -25,10 +25,10 @@ from packgraph.train.command_line import split_overrides
 from packgraph.train.config import read_config
 from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
 from packgraph.train.presets import PRESETS, preset
-from packgraph.verification.progress import Pace
+from packgraph.verification.progress import VerificationProgress
 from packgraph.verification.ranks import RanksReport, of_every_rank
 from packgraph.verification.report import print_ranks_report
-from packgraph.verification.sequential import Apart
+from packgraph.verification.sequential import SequentialRuns
 
 WAYS = ("layer", "layer+stash", "chunk", "chunk+stash", "step", "step+stash")
 ROOM = 2.0
@@ -49,7 +49,7 @@ def options_of(words):
     return options, dataclasses.replace(config, run=dataclasses.replace(config.run, steps=options.steps))
 
 
-class AnyWay(Apart):
+class AnyWay(SequentialRuns):
     """Compares what runs with a stash and without have in common."""
 
     def _steps(self, phase, side, config):
@@ -94,7 +94,7 @@ def main():
 
     with processes(config.parallel.layout(), device, launch) as mesh:
         apart = AnyWay(lambda: iter(open_data(config, device, launch.world)), device, mesh, lambda step: False,
-                       pace=Pace(say))
+                       pace=VerificationProgress(say))
         began = time.monotonic()
         expected = apart.eager_run(config)
         say(f"eager run: {time.monotonic() - began:.1f} s, {most_memory(device, mesh.world):.1f} GiB at the most")
