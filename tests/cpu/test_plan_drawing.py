@@ -127,7 +127,7 @@ def test_the_command_refuses_mistakes(capsys: pytest.CaptureFixture[str], words:
     assert captured.out == "" and re.search(said, captured.err) and "Traceback" not in captured.err
 
 
-def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--ranks", "2", "--chunks", "2", "--microbatches", "4"]) == 0
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert f"$ packgraph plan --ranks 2 --chunks 2 --microbatches 4\n{capsys.readouterr().out}```" in readme
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "pipelines.md").read_text(encoding="utf-8")
+    assert f"$ packgraph plan --ranks 2 --chunks 2 --microbatches 4\n{capsys.readouterr().out}```" in guide

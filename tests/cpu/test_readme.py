@@ -1,26 +1,36 @@
-"""What README shows runs as it stands."""
+"""What README and the guides show runs as it stands."""
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README, GUIDES = ROOT / "README.md", sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES = [README, *GUIDES, ROOT / "docs" / "restarts.md", ROOT / "docs" / "promises.md", ROOT / "docs" / "glossary.md"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def test_the_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+def run(page: Path, names: dict[str, object]) -> None:
+    for number, block in enumerate(blocks(page, "python")):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_the_python_of_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
-    python = blocks("python")
-    assert len(python) >= 3
-    for number, block in enumerate(python):
-        exec(compile(block, f"README block {number}", "exec"), names)
-    shown = capsys.readouterr().out
+    run(README, names)
     stats = names["graphed"].stats  # type: ignore[attr-defined]
     assert stats.replayed > 10 and stats.fallbacks == {"warm-up": 2}
-    assert str(stats) in shown
+    assert str(stats) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("guide", [guide for guide in GUIDES if blocks(guide, "python")], ids=lambda guide: guide.stem)
+def test_the_python_of_a_guide_runs_after_that_of_readme(guide: Path) -> None:
+    names: dict[str, object] = {}
+    run(README, names)
+    run(guide, names)
 
 
 def test_the_commands_name_real_options() -> None:
@@ -28,9 +38,26 @@ def test_the_commands_name_real_options() -> None:
     from packgraph.train.command_line import all_options
     from packgraph.train.presets import preset
 
-    text = "\n".join(blocks("bash"))
+    text = "\n".join(block for page in (README, *GUIDES) for block in blocks(page, "bash")).replace("\\\n", "")
     known = {*all_options(preset("qwen3-tiny")), "--config", "--resume"}
     trained = [line.partition("#")[0] for line in text.splitlines() if line.startswith("packgraph train")]
     assert trained and {word for line in trained for word in line.split() if word.startswith("--")} <= known
     for name in {line.split()[1] for line in text.splitlines() if line.startswith("packgraph ")}:
         assert main([name, "--help"]) == 0
+
+
+def test_readme_is_short_and_lines_are_not_long() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+    long, fenced = [], False
+    for page in (README, *GUIDES):
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+            fenced ^= line.startswith("```")
+            if len(line) > 100 and not fenced and not line.startswith(("|", "![")):
+                long.append(f"{page.name}:{number}")
+    assert not long
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert all((page.parent / target).exists() for target in targets), targets
