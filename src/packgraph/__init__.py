@@ -19,19 +19,24 @@ if TYPE_CHECKING:
     from packgraph.graphs.graphed import GraphedModule as GraphedModule
     from packgraph.graphs.graphed import control as control
     from packgraph.graphs.graphed import graph as graph
+    from packgraph.graphs.stages import Stage as Stage
     from packgraph.graphs.state_kinds import assume_constant as assume_constant
+    from packgraph.offloading.api import offload as offload
+    from packgraph.ops.loss.api import linear_cross_entropy as linear_cross_entropy
     from packgraph.packing.batch import PackedBatch as PackedBatch
     from packgraph.packing.capacity import Capacity as Capacity
     from packgraph.packing.pack import pack as pack
+    from packgraph.packing.pack import pack_stream as pack_stream
 
-__all__ = ["Capacity", "CaptureError", "GraphedModule", "PackedBatch", "PackgraphWarning", "Stats", "assume_constant",
-           "control", "eager", "graph", "pack"]
+__all__ = ["Capacity", "CaptureError", "GraphedModule", "PackedBatch", "PackgraphWarning", "Stage", "Stats",
+           "assume_constant", "control", "eager", "graph", "linear_cross_entropy", "offload", "pack", "pack_stream"]
 __version__ = "0.1.0"
 
 _HOMES = {"Capacity": "packing.capacity", "CaptureError": "graphs.errors", "GraphedModule": "graphs.graphed",
-          "PackedBatch": "packing.batch", "PackgraphWarning": "graphs.errors", "Stats": "graphs.fallback",
-          "assume_constant": "graphs.state_kinds", "control": "graphs.graphed", "eager": "graphs.fallback",
-          "graph": "graphs.graphed", "pack": "packing.pack"}
+          "PackedBatch": "packing.batch", "PackgraphWarning": "graphs.errors", "Stage": "graphs.stages",
+          "Stats": "graphs.fallback", "assume_constant": "graphs.state_kinds", "control": "graphs.graphed",
+          "eager": "graphs.fallback", "graph": "graphs.graphed", "linear_cross_entropy": "ops.loss.api",
+          "offload": "offloading.api", "pack": "packing.pack", "pack_stream": "packing.pack"}
 
 
 def __getattr__(name: str) -> Any:

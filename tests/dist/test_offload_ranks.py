@@ -15,7 +15,7 @@ from packgraph.parallel.pieces import Pieces
 from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.offload_report import report_offloading
-from packgraph.train.offloading import TRIAL, Offloading, Planner
+from packgraph.train.offloading import TRIAL, TrainerOffloading, Planner
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -99,8 +99,8 @@ class Unplannable:
 def plan_once(mesh):
     """The problems that a rank hears of, and whether it went on."""
     told, planner = [], Planner(OffloadConfig(modules=("core_attn",)), 0, 1)
-    offloading = Offloading([Unplannable(mesh.rank == mesh.world - 1)], [planner], 2, torch.device("cpu"),
-                            mesh.everyone())
+    offloading = TrainerOffloading([Unplannable(mesh.rank == mesh.world - 1)], [planner], 2, torch.device("cpu"),
+                                   mesh.everyone())
     offloading.when_planned = told.append
     offloading(1)
     try:
@@ -133,7 +133,7 @@ def plan_twice(mesh, wrong):
     """(whether graphs are captured anew, whether that is final, by what was planned), at the trial's end."""
     trace = make_trace([4, 4], [1.0, 1.0]) if mesh.rank == 0 else None
     planner = Planner(OffloadConfig(modules=("core_attn",), lost=0.1), 0, 1)
-    offloading = Offloading([Replayed(trace, wrong)], [planner], 2, torch.device("cpu"), mesh.everyone())
+    offloading = TrainerOffloading([Replayed(trace, wrong)], [planner], 2, torch.device("cpu"), mesh.everyone())
     assert not offloading.is_final and offloading.trial_steps == TRIAL
     assert not offloading(2) and not offloading(3) and not offloading.is_final
     try:

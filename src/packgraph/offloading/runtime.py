@@ -147,7 +147,7 @@ class OffloadRuntime:
             return
         if self.trace is None:
             raise RuntimeError("there is nothing to plan offloading by: run a forward and its backward eagerly before "
-                               "the first capture (graph.warmup), or give a plan to Offload.follow")
+                               "the first capture (warmup of at least 1), or give a plan to `follow`")
         self.follow(self.trace, self.policy(self.trace))
 
     @property

@@ -26,7 +26,7 @@ from packgraph.train.dynamic_context import context_request
 from packgraph.train.machine_memory import available_memory
 from packgraph.train.memory_need import check_memory
 from packgraph.train.offload_report import report_offloading
-from packgraph.train.offloading import Offloading
+from packgraph.train.offloading import TrainerOffloading
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_files import RunFileError
@@ -141,7 +141,7 @@ def _train(config: TrainConfig, asked: Collection[str], launch: Launch, whereabo
             view.note(note)
         trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh, whereabouts)
         view.note(f"attention by {trainer.attention}")
-        if isinstance(offloading := trainer.executor.prepare, Offloading):
+        if isinstance(offloading := trainer.executor.prepare, TrainerOffloading):
             offloading.when_planned = partial(report_offloading, mesh=mesh, folder=folder, note=view.note)
         try:
             if config.run.resume:

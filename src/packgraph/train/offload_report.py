@@ -14,7 +14,7 @@ import torch.distributed as dist
 from packgraph.offloading.plan import OffloadPlan, OffloadTrace
 from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
 from packgraph.parallel.mesh import Mesh
-from packgraph.train.offloading import Offloading, Planned
+from packgraph.train.offloading import Planned, TrainerOffloading
 from packgraph.train.run_files import writing
 from packgraph.viz.offload_chrome import chrome_trace
 from packgraph.viz.offload_picture import offload_figures
@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
     timeline: OffloadTimeline
 
 
-def report_offloading(offloading: Offloading, mesh: Mesh, folder: Path, note: Callable[[str], None]) -> None:
+def report_offloading(offloading: TrainerOffloading, mesh: Mesh, folder: Path, note: Callable[[str], None]) -> None:
     """Write `folder`/offload and tell `note` the table, on rank 0. Collective: all ranks say what they have planned.
     Raises RunFileError."""
     mine = [planner.planned for planner in offloading.planners if planner.planned is not None]

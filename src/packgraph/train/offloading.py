@@ -80,7 +80,7 @@ class Planner:
         return plan
 
 
-class Offloading:
+class TrainerOffloading:
     """The engines of a rank, one for each chunk with layers. when_planned: called when all of them have a plan, and
     again after the trial. planned_by: what took the times that plans count on. is_final: whether plans cannot change
     any more. trial_steps: by graphs, before the second plan."""
@@ -94,7 +94,7 @@ class Offloading:
         self.planned_by = "eager microbatches"
         self.trial_steps = TRIAL if captures and any(planner.by_times for planner in planners) else 0
         self.is_final = not self.trial_steps
-        self.when_planned: Callable[[Offloading], None] | None = None
+        self.when_planned: Callable[[TrainerOffloading], None] | None = None
 
     def __call__(self, steps_done: int) -> bool:
         """A step begins, with nothing in flight; whether graphs are to be captured anew. When warm-up is over: plan,
@@ -169,7 +169,7 @@ class Offloading:
 
 
 def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor, device: torch.device, mesh: Mesh
-                    ) -> Offloading | None:
+                    ) -> TrainerOffloading | None:
     """Attach engines to the chunks that `executor` runs; None where nothing is offloaded."""
     options = config.offload
     if not options.modules:
@@ -189,7 +189,7 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
         engines.append(engine)
         planners.append(planner)
     whole = config.graph.enabled and config.graph.granularity != "layer"
-    return Offloading(engines, planners, config.graph.warmup, device, mesh.everyone(), whole)
+    return TrainerOffloading(engines, planners, config.graph.warmup, device, mesh.everyone(), whole)
 
 
 def offload_problems(config: TrainConfig) -> list[str]:

@@ -1,0 +1,100 @@
+"""Offloading in a training loop of one's own: `packgraph.offload`."""
+from collections.abc import Collection
+
+import torch
+
+from packgraph.graphs.graphed import control
+from packgraph.offloading.attach import attach
+from packgraph.offloading.plan import OffloadPlan, OffloadTrace
+from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
+from packgraph.offloading.search import plan_for_bytes, plan_for_time
+from packgraph.offloading.speed import copy_speed
+
+
+class Offloading:
+    """Offloading of one graphed module, as `packgraph.offload` returns it. `close` ends it.
+
+    Attributes:
+        plan: The groups that move, and when; None before the first capture, or where everything moves.
+        trace: The groups of the largest forward and backward so far; None before one has run eagerly.
+    """
+
+    def __init__(self, module: torch.nn.Module, runtime: OffloadRuntime) -> None:
+        self._module, self._runtime = module, runtime
+        attach(runtime, module)
+
+    @property
+    def plan(self) -> OffloadPlan | None:
+        """See the class."""
+        return self._runtime.plan
+
+    @property
+    def trace(self) -> OffloadTrace | None:
+        """See the class."""
+        return self._runtime.trace
+
+    def end_step(self) -> None:
+        """Ends a step: the current stream waits for all copies. Call it after every optimizer step, when all
+        backwards are over."""
+        self._runtime.end_step()
+
+    def close(self) -> None:
+        """Moves nothing any more. Graphs are captured again at their next call."""
+        attach(None, self._module)
+
+
+def offload(graphed: torch.nn.Module, *, modules: Collection[str], max_overhead: float | None = None,
+            max_bytes: int | None = None, min_bytes: int = 2**20, in_flight: int = 2) -> Offloading:
+    """Moves what marked blocks save for backward to pinned host memory, in eager calls and inside graphs.
+
+    Blocks are `with self.offload("mlp_act"):` in the forward of modules with an attribute `offload`, which is
+    `packgraph.offloading.marks.nowhere` until this is called; the decoders of `packgraph.models` have `core_attn`,
+    `mlp_act` and others. Outputs and gradients have the same bits as without. A plan needs one eager forward and
+    backward before the first capture, so `graph(warmup=...)` must be at least 1.
+
+    Args:
+        graphed: What `packgraph.graph` returned.
+        modules: Names of the blocks that may move.
+        max_overhead: Maximum step-time overhead, as a fraction of the compute time: the plan with the lowest peak that
+            waits no longer than that. Copy speed is measured now, on CUDA.
+        max_bytes: Bytes of device memory that a forward and its backward may hold at most, saved blocks included: the
+            plan that waits least. Without either limit every block moves.
+        min_bytes: Smaller storages stay on the device.
+        in_flight: Copies to the host that the compute stream has not waited for, at most; a plan may choose otherwise.
+
+    Returns:
+        A handle: call its `end_step` after every optimizer step.
+
+    Raises:
+        TypeError: If `graphed` is no module that `packgraph.graph` returned.
+        ValueError: If no module marks a block, both limits are given, or one of them is negative.
+
+    Example:
+        >>> offloading = packgraph.offload(graphed, modules=["core_attn"], max_overhead=0.01)  # doctest: +SKIP
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     graphed(batch).backward()
+        ...     optimizer.step()
+        ...     offloading.end_step()
+    """
+    own = control(graphed)
+    if isinstance(modules, str) or not modules:
+        raise ValueError(f"modules must be names of blocks that may move, such as ['mlp_act'], not {modules!r}")
+    if max_overhead is not None and max_bytes is not None:
+        raise ValueError("give max_overhead or max_bytes, not both")
+    policy = _policy(own.device, max_overhead, max_bytes)
+    runtime = OffloadRuntime(modules, own.capture_backend.lanes, min_bytes=min_bytes, in_flight=in_flight,
+                             policy=policy, parts=1 if policy is None else PARTS)
+    return Offloading(own.module, runtime)
+
+
+def _policy(device: torch.device, max_overhead: float | None, max_bytes: int | None) -> Policy | None:
+    for name, limit in (("max_overhead", max_overhead), ("max_bytes", max_bytes)):
+        if limit is not None and not limit >= 0:
+            raise ValueError(f"{name} must be at least 0, not {limit}")
+    if max_overhead is None and max_bytes is None:
+        return None
+    speed = copy_speed(device)
+    if max_overhead is not None:
+        return lambda trace: plan_for_time(trace, speed, max_overhead)
+    assert max_bytes is not None
+    return lambda trace: plan_for_bytes(trace, speed, max_bytes)
