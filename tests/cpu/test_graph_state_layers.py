@@ -29,9 +29,30 @@ def test_a_method_that_a_library_adds_to_all_modules_is_not_walked_where_no_code
     assert not functions(Walk(One(lambda module, x: module.linear(x))))
 
 
-def test_a_method_that_a_library_adds_to_all_modules_is_watched_where_code_names_it(monkeypatch):
+def by_name(module, x):
+    return module.scaled(x)
+
+
+def by_string(module, x):
+    return getattr(module, "scaled")(x)  # noqa: B009
+
+
+def by_beginning(module, x):
+    return getattr(module, f"sca{module.rest}")(x)
+
+
+def by_attribute(module, x):
+    return getattr(module, "scaled" if module.rest else "linear")(x)
+
+
+def by_value(module, x):
+    return getattr(module, module.whole)(x)
+
+
+@pytest.mark.parametrize("function", [by_name, by_string, by_beginning, by_attribute, by_value])
+def test_a_method_that_a_library_adds_to_all_modules_is_watched_where_code_names_it(function, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "scaled", scaled, raising=False)
-    module = One(lambda module, x: module.scaled(x))
+    module = One(function, rest="led", whole="scaled")
     graphed = graph(module, warmup=0)
     for scale in (1.0, 3.0):
         monkeypatch.setitem(SCALE, 0, scale)

@@ -14,6 +14,9 @@ _OF_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _LOOK_UPS = frozenset({"get", "__getitem__", "setdefault", "pop"})
 _PER_ENTRY = {"BUILD_LIST": 1, "BUILD_TUPLE": 1, "BUILD_SET": 1, "BUILD_MAP": 2}
 OWN_NAME = "__name__"  # among imports: the Python module of the code itself
+# Further ways to an attribute whose name is computed: of `operator`, `inspect`, `object`, and of `builtins`.
+_OF_OBJECTS = frozenset({"attrgetter", "methodcaller", "getattr_static", "getmembers", "getmembers_static",
+                         "__getattribute__", "getattr"})
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR")
 
 
@@ -86,6 +89,8 @@ class _Reader:
                 self._modules(at)
             elif name == "__dict__" and self._opname(at) in _OF_ATTRIBUTE:
                 self._attributes(self._path_before(at), at + 1)
+            elif name in _OF_OBJECTS and self._argument(at + 1) is None:
+                self._computed.add(Target((), ""))
         return ByString(
             frozenset(self._names),
             frozenset(self._sources),
@@ -221,6 +226,8 @@ class _Reader:
         path, end = self._path(at + 1)
         if path and self._opname(end).startswith("CALL"):
             self._attributes(path, end + 1)
+        elif path == ("type",):
+            self._computed.add(Target((), ""))
 
     def _attributes(self, path: tuple[str, ...], at: int) -> None:
         key, prefix = self._key(at)

@@ -407,10 +407,10 @@ class Walk:
             target = _resolved(namespace, path) if path else None
             if isinstance(target, types.ModuleType):
                 self._note_whole(vars(target), prefix, attributes)
-            elif not path:
-                self._prefixes.update({prefix} - {""})
-                for module in found:
-                    self._note_whole(vars(module), prefix, attributes)
+                continue
+            self._prefixes.add(prefix)
+            for module in () if path else found:
+                self._note_whole(vars(module), prefix, attributes)
 
     def _note_whole(
         self, namespace: dict[str, Any], prefix: str, attributes: frozenset[str]
@@ -463,8 +463,10 @@ class Walk:
 
     def _note_added(self) -> None:
         """What others have put into classes of torch under names that torch does not use, and code does."""
+        begun = tuple(self._prefixes)
         for name, value, table in self._added:
-            if name in self._names:
+            ours = begun and not is_installed(getattr(value, "__module__", None) or "")
+            if name in self._names or (ours and name.startswith(begun)):
                 self._note(value, table.place_of(name), table.mark_of(name), 0)
 
     def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
@@ -508,7 +510,9 @@ class Walk:
         named = unread.keys() & self._names
         named.update(name for name in unread if name[:2] == "__" and is_implicit(name, made))
         if self._prefixes and not is_installed(kind.__module__):
-            named.update(name for name in unread if name.startswith(tuple(self._prefixes)))
+            found = [name for name in unread if name.startswith(tuple(self._prefixes))]
+            # Those of Python itself are called without their names, see `is_implicit`.
+            named.update(name for name in found if not (name[:2] == name[-2:] == "__"))
         for name in [name for name in unread if name in named]:
             function = function_of(unread.pop(name))
             if function is not None:
