@@ -157,7 +157,7 @@ def test_the_memory_of_this_machine_is_read():
 PEAK = """
 import sys, threading, time
 import torch
-from packgraph.train.config import Layer, read_config
+from packgraph.train.config import ConfigLayer, read_config
 from packgraph.train.launch import train
 from packgraph.train.memory_need import need_of
 from packgraph.train.presets import preset
@@ -166,7 +166,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
 torch.set_num_threads(1)
-config = read_config(preset("qwen3-tiny"), [Layer("options", eval(sys.argv[1]))])
+config = read_config(preset("qwen3-tiny"), [ConfigLayer("options", eval(sys.argv[1]))])
 before, peak, done = resident(), [0], threading.Event()
 def watch():
     while not done.wait(0.01):
