@@ -2,6 +2,7 @@
 import gc
 import itertools
 import threading
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -142,18 +143,25 @@ def test_releasing_a_slot_twice_is_an_error():
         graphed._slots.release(slot)
 
 
-def test_slots_tell_whether_a_microbatch_of_another_thread_has_one():
-    slots, seen = graph(make_toy(), warmup=0)._slots, []
+def test_slots_tell_whether_a_microbatch_of_another_living_thread_has_one():
+    slots, held, end = graph(make_toy(), warmup=0)._slots, [], threading.Event()
+
+    def takes():
+        held.append(slots.acquire("key"))
+        end.wait(10)
+
+    other = threading.Thread(target=takes)
+    other.start()
+    while not held:
+        time.sleep(1e-3)
+    assert slots.in_flight_elsewhere()
+    end.set()
+    other.join()
+    assert not slots.in_flight_elsewhere(), "nobody will run that backward"
+    held.pop().release()
     ticket = slots.acquire("key")
-    other = threading.Thread(target=lambda: seen.append(slots.in_flight_elsewhere()))
-    other.start()
-    other.join()
-    assert seen == [True] and not slots.in_flight_elsewhere()
+    assert not slots.in_flight_elsewhere()
     ticket.release()
-    other = threading.Thread(target=lambda: seen.append(slots.in_flight_elsewhere()))
-    other.start()
-    other.join()
-    assert seen == [True, False]
 
 
 def test_variants_share_the_slots_pool_largest_not_sum():

@@ -420,6 +420,22 @@ def test_a_capture_waits_in_vain_for_a_bounded_time_and_then_refuses_such_backwa
     assert not together(captures, differentiates)
 
 
+def test_an_interrupted_wait_leaves_the_module_open():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    calls = exclusive.Calls(torch.device("cuda"), interrupted)
+    with pytest.raises(KeyboardInterrupt), calls, calls.capture():
+        pass
+    entered = []
+
+    def enters():
+        with calls:
+            entered.append(calls.may_capture())
+
+    assert not together(enters) and entered == [False] and not calls.may_capture()
+
+
 # ---- what it costs
 
 

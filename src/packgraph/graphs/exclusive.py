@@ -161,10 +161,11 @@ class Calls:
         if self._capturer == thread:
             yield True
             return
-        with self._lock:
-            own = self._inside.pop(thread, 0)
-            free = self._close(thread, 0.0 if self._in_engine() else LONGEST_WAIT_S)
+        own, free = 0, False
         try:
+            with self._lock:
+                own = self._inside.pop(thread, 0)
+                free = self._close(thread, 0.0 if self._in_engine() else LONGEST_WAIT_S)
             if free:
                 with one_capture():
                     yield True
@@ -184,13 +185,14 @@ class Calls:
         if not self._turn.wait_for(lambda: self._capturer is None, seconds):
             return False
         self._capturer = thread
-        if self._cuda and seconds:
-            self._wait_for_backwards()
-        if self._turn.wait_for(lambda: not self._inside, seconds):
-            self._begun = True
-            return True
-        self._capturer = None
-        return False
+        try:
+            if self._cuda and seconds:
+                self._wait_for_backwards()
+            self._begun = self._turn.wait_for(lambda: not self._inside, seconds)
+        finally:  # Ctrl-C, too
+            if not self._begun:
+                self._capturer = None
+        return self._begun
 
     def _wait_for_backwards(self) -> None:
         """Other threads' ones, which may have to run their forward again."""

@@ -1,74 +1,79 @@
-"""Hooks of parameters that get no gradient from a backward: autograd calls them with None where eager would not.
+"""Hooks of parameters that get no gradient from a backward: autograd calls them where eager would not.
 
 A region reaches all its parameters through one node, and autograd visits every one of them, whether it got a gradient
 or not. A hook that is called with None fails (`lambda grad: grad * 2`), or counts what has not happened. So until
-autograd has visited such a parameter one hook stands for its own, which calls them if a gradient comes after all: from
-another region, or from eager code. Likewise for hooks that run after accumulation, as optimizers in the backward do.
+autograd has visited such a parameter its hooks are wrapped, each in its own place, where handles find them: a gradient
+that comes after all, from another region or from eager code, is passed on. Likewise for hooks that run after
+accumulation, as optimizers in the backward do.
 """
 import operator
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 _HOOKS = operator.attrgetter("_backward_hooks")
 _LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
-_KEY = "packgraph"  # torch counts its own
+_Hook = Callable[[Any], Any]
+
+
+class _Wrapped:
+    """A hook that is called if `is_wanted` says so of its argument."""
+
+    def __init__(self, hook: _Hook, is_wanted: Callable[[Any], bool]) -> None:
+        self.hook, self._is_wanted = hook, is_wanted
+
+    def __call__(self, value: Any) -> Any:
+        return self.hook(value) if self._is_wanted(value) else None
+
+
+class _Seen(threading.local):
+    """What the thread that visits a parameter has found."""
+
+    is_absent = False
 
 
 class _Visit:
-    """One parameter with hooks in one backward: `task`, autograd's number of it."""
+    """One parameter with hooks in one backward: `task`, autograd's number of it. Held by the node alone.
+
+    A backward that fails leaves its wrappers behind. They call what torch would call, and the next visit replaces them.
+    """
 
     def __init__(self, parameter: torch.Tensor, node: Any, task: int) -> None:
-        self.parameter, self.task = parameter, task
-        self._aside, self._late_aside = dict(_HOOKS(parameter) or {}), dict(_LATE_HOOKS(parameter) or {})
-        if self._aside:
-            _HOOKS(parameter).clear()
-            _HOOKS(parameter)[_KEY] = self._arrives
-        if self._late_aside:
-            _LATE_HOOKS(parameter).clear()
-            _LATE_HOOKS(parameter)[_KEY] = self._accumulated
-        self._before = parameter.grad, None if parameter.grad is None else parameter.grad._version
-        self._handle = node.register_hook(self._visited)
+        self._task, self._seen = task, _Seen()
+        self._places = list[tuple[dict[Any, _Hook], Any, _Hook, _Hook]]()
+        for table, is_wanted in ((_HOOKS(parameter), _is_gradient), (_LATE_HOOKS(parameter), self._has_come)):
+            for key, hook in list((table or {}).items()):
+                wrapped = _Wrapped(hook.hook if isinstance(hook, _Wrapped) else hook, is_wanted)
+                self._places.append((table, key, hook, wrapped))
+                table[key] = wrapped
+        self._handles = [node.register_prehook(self._begins), node.register_hook(self._ends)]
 
-    def _arrives(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:
-            return None
-        hooks = list(self._aside.values())
-        self.end()  # before they run: they may remove themselves
-        for hook in hooks:
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
+    def _has_come(self, parameter: torch.Tensor) -> bool:
+        return not self._seen.is_absent
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        hooks, (gradient, version) = list(self._late_aside.values()), self._before
-        self.end()
-        now = parameter.grad
-        if now is not gradient or (now is not None and now._version != version):
-            for hook in hooks:
-                hook(parameter)
+    def _begins(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        self._seen.is_absent = gradients[0] is None
 
-    def end(self) -> None:
-        """Put the hooks back, before those that were added meanwhile."""
-        for table, aside in ((_HOOKS(self.parameter), self._aside), (_LATE_HOOKS(self.parameter), self._late_aside)):
-            if aside and table.pop(_KEY, None) is not None:
-                added = dict(table)
-                table.clear()
-                table.update(aside | added)
-
-    def _visited(self, *_: object) -> None:
-        self._handle.remove()
-        self.end()
-        _VISITS.pop(id(self.parameter), None)
+    def _ends(self, *_: object) -> None:
+        self._seen.is_absent = False
+        if torch._C._current_graph_task_id() != self._task:  # a backward within this one, or in another thread
+            return
+        for handle in self._handles:
+            handle.remove()
+        for table, key, before, wrapped in self._places:
+            if table.get(key) is wrapped:  # else its handle has removed it
+                table[key] = before
 
 
-_VISITS: dict[int, _Visit] = {}
+def _is_gradient(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None
 
 
 def expect_visits(nodes: Sequence[tuple[Any, int]], parameters: Sequence[torch.Tensor],
                   gradients: Sequence[torch.Tensor | None]) -> None:
-    """Within a backward: let no hook be called with None of parameters that a region delivers no gradient to.
+    """Within a backward: let no hook be called of parameters that a region delivers no gradient to.
 
     nodes: autograd's accumulators of the parameters. gradients: those that a region delivers.
     """
@@ -76,9 +81,6 @@ def expect_visits(nodes: Sequence[tuple[Any, int]], parameters: Sequence[torch.T
         return
     task = torch._C._current_graph_task_id()
     for (node, _), parameter, gradient in zip(nodes, parameters, gradients, strict=True):
-        visit = _VISITS.get(id(parameter))
-        if visit is not None and visit.task != task:  # of a backward that has failed in between
-            visit.end()
-            visit = None
-        if visit is None and gradient is None and (_HOOKS(parameter) or _LATE_HOOKS(parameter)):
-            _VISITS[id(parameter)] = _Visit(parameter, node, task)
+        if gradient is None and (_HOOKS(parameter) or _LATE_HOOKS(parameter)) \
+                and torch._C._will_engine_execute_node(node):
+            _Visit(parameter, node, task)

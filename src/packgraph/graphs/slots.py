@@ -179,9 +179,9 @@ class Slots:
         return len(self.all) - len(self._free)
 
     def in_flight_elsewhere(self) -> bool:
-        """Whether microbatches of other threads own slots now."""
-        thread = threading.get_ident()
-        return any(slot.thread != thread and not any(free is slot for free in self._free) for slot in list(self.all))
+        """Whether microbatches of other threads that live own slots now."""
+        others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        return any(slot.thread in others and not any(free is slot for free in self._free) for slot in list(self.all))
 
     def reserve(self, count: int) -> list["SlotLease"]:
         """Claim `count` slots at once, to build them. Raises RuntimeError when fewer can be had."""

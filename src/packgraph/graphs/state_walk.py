@@ -462,11 +462,10 @@ class Walk:
                     self._added.append((name, value, table))
 
     def _note_added(self) -> None:
-        """What others have put into classes of torch under names that torch does not use, and code does."""
-        begun = tuple(self._prefixes)
+        """What installed packages have put into classes of torch under names that torch does not use: walked where
+        code names it, and where Python calls it without a name (`len(module)`)."""
         for name, value, table in self._added:
-            ours = begun and not is_installed(getattr(value, "__module__", None) or "")
-            if name in self._names or (ours and name.startswith(begun)):
+            if name in self._names or (name[:2] == name[-2:] == "__") or not is_installed(_module_of(value)):
                 self._note(value, table.place_of(name), table.mark_of(name), 0)
 
     def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
@@ -517,6 +516,11 @@ class Walk:
             function = function_of(unread.pop(name))
             if function is not None:
                 self._add_function(function)
+
+
+def _module_of(value: Any) -> str:
+    found = getattr(value, "__module__", None)
+    return found if isinstance(found, str) else ""
 
 
 def _resolved(namespace: dict[str, Any], path: Sequence[str]) -> Any:
