@@ -24,9 +24,13 @@ def test_names_of_torchs_own_classes_are_known(kind, names):
     assert all(is_of_torch(kind, name) for name in names) and not is_of_torch(kind, "scaled")
 
 
-def test_a_method_that_a_library_adds_to_all_modules_is_not_walked_where_no_code_names_it(monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "scaled", scaled, raising=False)
-    assert not functions(Walk(One(lambda module, x: module.linear(x))))
+@pytest.mark.parametrize(("name", "package", "walked"), [
+    ("scaled", "pytest", False), ("scaled", __name__, True), ("__matmul__", "pytest", True)])
+def test_what_a_library_adds_to_all_modules_is_walked_where_code_names_it_or_python_calls_it(
+        name, package, walked, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, name, scaled, raising=False)
+    monkeypatch.setattr(scaled, "__module__", package)
+    assert bool(functions(Walk(One(lambda module, x: module.linear(x))))) == walked
 
 
 def by_name(module, x):
@@ -49,9 +53,14 @@ def by_value(module, x):
     return getattr(module, module.whole)(x)
 
 
-@pytest.mark.parametrize("function", [by_name, by_string, by_beginning, by_attribute, by_value])
+def by_an_operator(module, x):
+    return module @ x
+
+
+@pytest.mark.parametrize("function", [by_name, by_string, by_beginning, by_attribute, by_value, by_an_operator])
 def test_a_method_that_a_library_adds_to_all_modules_is_watched_where_code_names_it(function, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "scaled", scaled, raising=False)
+    monkeypatch.setattr(torch.nn.Module, "__matmul__", scaled, raising=False)
     module = One(function, rest="led", whole="scaled")
     graphed = graph(module, warmup=0)
     for scale in (1.0, 3.0):
