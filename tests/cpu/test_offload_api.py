@@ -1,4 +1,6 @@
 """packgraph.offload: in a loop of one's own, with no import below the public surface."""
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -79,17 +81,66 @@ def test_a_budget_that_nothing_meets_is_said_and_calls_run_eagerly():
 @pytest.mark.parametrize(("options", "error", "said"), [
     ({"modules": "mlp_act"}, ValueError, r"such as \['mlp_act'\]"), ({"modules": []}, ValueError, "names of blocks"),
     ({"modules": ["a"], "max_overhead": 0.1, "max_bytes": 1}, ValueError, "not both"),
-    ({"modules": ["a"], "max_overhead": -0.1}, ValueError, "max_overhead must be at least 0"),
-    ({"modules": ["a"], "max_bytes": -1}, ValueError, "max_bytes must be at least 0"),
-    ({"modules": ["a"], "max_overhead": float("nan")}, ValueError, "max_overhead must be at least 0"),
+    ({"modules": ["a"], "max_overhead": -0.1}, ValueError, "max_overhead must be a number of at least 0"),
+    ({"modules": ["a"], "max_bytes": -1}, ValueError, "max_bytes must be a number of at least 0"),
+    ({"modules": ["a"], "max_overhead": float("nan")}, ValueError, "max_overhead must be a number of at least 0"),
+    ({"modules": ["a"], "max_bytes": "1GB"}, ValueError, "max_bytes must be a number of at least 0, not '1GB'"),
+    ({"modules": ["a"], "min_bytes": None}, ValueError, "min_bytes must be a number of at least 0, not None"),
+    ({"modules": ["a"], "in_flight": 0}, ValueError, "in_flight must be a number of at least 1, not 0"),
+    ({"modules": [1]}, ValueError, "names of blocks"),
 ], ids=str)
 def test_options_that_make_no_sense(options, error, said):
     with pytest.raises(error, match=said):
         packgraph.offload(packgraph.graph(made()), **options)
 
 
+@pytest.mark.parametrize("closed", [False, True], ids=["captured before", "closed before"])
+def test_a_plan_is_made_whenever_offloading_begins(closed):
+    graphed = packgraph.graph(made(), warmup=1)
+    if closed:
+        first = packgraph.offload(graphed, modules=["mlp_act"], min_bytes=1)
+    train(graphed, steps=3)
+    if closed:
+        first.close()
+    offloading = packgraph.offload(graphed, modules=["mlp_act"], min_bytes=1, max_overhead=0.5)
+    assert same(train(made()), train(graphed, offloading))
+    assert offloading.plan.moved_bytes > 0 and graphed.stats.fallbacks == {"warm-up": 2}
+
+
+def test_one_at_a_time_and_close_ends_its_own():
+    graphed = packgraph.graph(made(), warmup=1)
+    first = packgraph.offload(graphed, modules=["mlp_act"], min_bytes=1)
+    with pytest.raises(ValueError, match=r"offloads already: call close\(\)"):
+        packgraph.offload(graphed, modules=["mlp_act"])
+    first.close()
+    second = packgraph.offload(graphed, modules=["mlp_act"], min_bytes=1)
+    first.close()
+    train(graphed, second, steps=3)
+    assert second.trace.bytes > 0
+
+
+def test_a_name_that_no_block_has_is_said_once():
+    graphed = packgraph.graph(made(), warmup=1)
+    offloading = packgraph.offload(graphed, modules=["mlp_atc"], min_bytes=1)
+    with pytest.warns(packgraph.PackgraphWarning, match="no block is called mlp_atc; .* are mlp_act"):
+        train(graphed, offloading, steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", packgraph.PackgraphWarning)
+        train(graphed, offloading, steps=3)
+
+
+def test_an_attribute_of_the_users_own_is_left_alone():
+    model = made()
+    model[1].flags = nn.Linear(2, 2)
+    model[1].flags.offload = True
+    offloading = packgraph.offload(packgraph.graph(model, warmup=1), modules=["mlp_act"])
+    assert model[1].flags.offload is True
+    offloading.close()
+    assert model[1].flags.offload is True
+
+
 def test_only_graphed_modules_with_blocks():
-    with pytest.raises(TypeError, match=r"that packgraph\.graph returned"):
+    with pytest.raises(TypeError, match=r"packgraph\.offload wants the module that packgraph\.graph returned"):
         packgraph.offload(made(), modules=["mlp_act"])
     with pytest.raises(ValueError, match="no module with an attribute `offload`"):
         packgraph.offload(packgraph.graph(nn.Linear(2, 2)), modules=["mlp_act"])

@@ -322,6 +322,10 @@ class Control:
         self._slots.clear()
         self._notices.end()
 
+    def warm_up(self, calls: int) -> None:
+        """At least the next `calls` calls run eagerly."""
+        self._warm_calls_left = max(self._warm_calls_left, calls)
+
     def forget(self, args: tuple[Any, ...]) -> int:
         """Free the graphs of calls like `args` in all slots; how many variants there were.
 

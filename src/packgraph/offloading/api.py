@@ -3,8 +3,9 @@ from collections.abc import Collection
 
 import torch
 
-from packgraph.graphs.graphed import control
-from packgraph.offloading.attach import attach
+from packgraph.graphs.errors import warn
+from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.offloading.attach import attach, detach, is_attached
 from packgraph.offloading.plan import OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
@@ -20,7 +21,7 @@ class Offloading:
     """
 
     def __init__(self, module: torch.nn.Module, runtime: OffloadRuntime) -> None:
-        self._module, self._runtime = module, runtime
+        self._module, self._runtime, self._is_checked = module, runtime, False
         attach(runtime, module)
 
     @property
@@ -35,12 +36,18 @@ class Offloading:
 
     def end_step(self) -> None:
         """Ends a step: the current stream waits for all copies. Call it after every optimizer step, when all
-        backwards are over."""
+        backwards are over. Warns once of names that no block of the module has."""
         self._runtime.end_step()
+        met, asked = self._runtime.met, self._runtime.modules
+        if met and not self._is_checked:
+            self._is_checked = True
+            if asked - met:
+                warn(f"offloading: no block is called {', '.join(sorted(asked - met))}; blocks of this module are "
+                     f"{', '.join(sorted(met))}")
 
     def close(self) -> None:
         """Moves nothing any more. Graphs are captured again at their next call."""
-        attach(None, self._module)
+        detach(self._runtime, self._module)
 
 
 def offload(graphed: torch.nn.Module, *, modules: Collection[str], max_overhead: float | None = None,
@@ -49,8 +56,8 @@ def offload(graphed: torch.nn.Module, *, modules: Collection[str], max_overhead:
 
     Blocks are `with self.offload("mlp_act"):` in the forward of modules with an attribute `offload`, which is
     `packgraph.offloading.marks.nowhere` until this is called; the decoders of `packgraph.models` have `core_attn`,
-    `mlp_act` and others. Outputs and gradients have the same bits as without. A plan needs one eager forward and
-    backward before the first capture, so `graph(warmup=...)` must be at least 1.
+    `mlp_act` and others. Outputs and gradients have the same bits as without. With a limit the next call runs eagerly,
+    since a plan needs a forward and its backward to go by.
 
     Args:
         graphed: What `packgraph.graph` returned.
@@ -67,7 +74,8 @@ def offload(graphed: torch.nn.Module, *, modules: Collection[str], max_overhead:
 
     Raises:
         TypeError: If `graphed` is no module that `packgraph.graph` returned.
-        ValueError: If no module marks a block, both limits are given, or one of them is negative.
+        ValueError: If no module marks a block, the module offloads already, both limits are given, or an argument is
+            out of range.
 
     Example:
         >>> offloading = packgraph.offload(graphed, modules=["core_attn"], max_overhead=0.01)  # doctest: +SKIP
@@ -76,21 +84,31 @@ def offload(graphed: torch.nn.Module, *, modules: Collection[str], max_overhead:
         ...     optimizer.step()
         ...     offloading.end_step()
     """
+    if not isinstance(graphed, GraphedModule):
+        raise TypeError("packgraph.offload wants the module that packgraph.graph returned, not an object of type "
+                        f"{type(graphed).__name__}")
     own = control(graphed)
-    if isinstance(modules, str) or not modules:
+    if isinstance(modules, str) or not modules or not all(isinstance(name, str) for name in modules):
         raise ValueError(f"modules must be names of blocks that may move, such as ['mlp_act'], not {modules!r}")
     if max_overhead is not None and max_bytes is not None:
         raise ValueError("give max_overhead or max_bytes, not both")
+    for name, number, least in (("max_overhead", max_overhead, 0), ("max_bytes", max_bytes, 0),
+                                ("min_bytes", min_bytes, 0), ("in_flight", in_flight, 1)):
+        kinds = (int, float) if name == "max_overhead" else (int,)
+        optional = name.startswith("max") and number is None
+        if not optional and (not isinstance(number, kinds) or isinstance(number, bool) or not number >= least):
+            raise ValueError(f"{name} must be a number of at least {least}, not {number!r}")
+    if is_attached(own.module):
+        raise ValueError("this module offloads already: call close() of what the first packgraph.offload returned")
     policy = _policy(own.device, max_overhead, max_bytes)
+    if policy is not None:
+        own.warm_up(1)
     runtime = OffloadRuntime(modules, own.capture_backend.lanes, min_bytes=min_bytes, in_flight=in_flight,
                              policy=policy, parts=1 if policy is None else PARTS)
     return Offloading(own.module, runtime)
 
 
 def _policy(device: torch.device, max_overhead: float | None, max_bytes: int | None) -> Policy | None:
-    for name, limit in (("max_overhead", max_overhead), ("max_bytes", max_bytes)):
-        if limit is not None and not limit >= 0:
-            raise ValueError(f"{name} must be at least 0, not {limit}")
     if max_overhead is None and max_bytes is None:
         return None
     speed = copy_speed(device)

@@ -49,8 +49,10 @@ class LayerMark:
 
     def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
         """The block of the group `name`, see `marks.Mark`."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() \
-                or (name != WHOLE and name not in self.engine.modules):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        self.engine.met.add(name)
+        if name != WHOLE and name not in self.engine.modules:
             return contextlib.nullcontext()
         if are_others():
             if are_watched_by_others():
@@ -79,16 +81,34 @@ def attach(engine: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
     that a forward uses several times begins a pass with each use. Raises ValueError when there is no such module.
     """
     named = dict(owners(chunk))
-    marked = {name: module for name, module in named.items() if "offload" in vars(module)}
+    marked = {name: module for name, module in named.items() if _is_mark(vars(module).get("offload", False))}
     if not marked:
-        raise ValueError(f"{type(chunk).__name__} has no module with an attribute `offload`: nothing marks what could "
-                         "be moved")
+        raise ValueError(f"{type(chunk).__name__} has no module with an attribute `offload` that marks blocks "
+                         "(packgraph.offloading.marks.nowhere): nothing says what could be moved")
     names = layer_names(list(marked))
     numbers = layer_numbers(names)
     layers = {name: OffloadedLayer(number, named[name]) for name, number in numbers.items()}
     for user, (name, module) in enumerate(zip(names, marked.values(), strict=True)):
         vars(module)["offload"] = nowhere if engine is None else LayerMark(engine, layers[name], user, module)
     return sorted(numbers.values())
+
+
+def detach(engine: OffloadRuntime, chunk: nn.Module) -> None:
+    """Let `engine` move nothing of `chunk` any more; marks of another one stay."""
+    for module in chunk.modules():
+        mark = vars(module).get("offload")
+        if isinstance(mark, LayerMark) and mark.engine is engine:
+            vars(module)["offload"] = nowhere
+
+
+def is_attached(chunk: nn.Module) -> bool:
+    """Whether an engine moves something of `chunk`."""
+    return any(isinstance(vars(module).get("offload"), LayerMark) for module in chunk.modules())
+
+
+def _is_mark(value: Any) -> bool:
+    """Whether an attribute can be a mark: a flag of the user's may have that name, too."""
+    return value is None or (callable(value) and not isinstance(value, nn.Module))
 
 
 def layer_names(names: Sequence[str]) -> list[str]:

@@ -111,6 +111,7 @@ class OffloadRuntime:
         self.in_flight, self.policy, self.measures, self.times_graphs = in_flight, policy, measures, times_graphs
         self.parts = parts
         self.plan: OffloadPlan | None = None
+        self.met = set[str]()  # names of all blocks that were opened, be they to move or not
         self._trace: OffloadTrace | None = None
         self._times: PassTimes | None = None
         self._partial: PassTimes | None = None
