@@ -222,7 +222,8 @@ def test_the_key_ignores_values_but_not_shapes():
 
 def test_public_names():
     assert set(packgraph.__all__) == {"Capacity", "PackedBatch", "pack", "graph", "GraphedModule", "control", "Stats",
-                                      "eager", "assume_constant", "CaptureError", "PackgraphWarning"}
+                                      "eager", "assume_constant", "CaptureError", "PackgraphWarning", "pack_stream",
+                                      "Stage", "offload", "linear_cross_entropy"}
     assert issubclass(CaptureError, RuntimeError)
 
 
@@ -252,3 +253,14 @@ def test_capacities_may_be_one_or_several_and_nothing_else():
     assert graphed.capacities == (PACK,) and graphed.stats.replayed == 1
     with pytest.raises(TypeError, match="Capacity"):
         graph(Packed(), capacities=[512])
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_a_module_that_holds_a_nested_tensor_runs_eagerly(layout):
+    module = nn.Linear(4, 4)
+    module.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout))
+    with pytest.warns(PackgraphWarning, match="'ragged' is a nested tensor"):
+        graphed = graph(module, warmup=0)
+    x = torch.randn(3, 4)
+    assert all(torch.equal(graphed(x), module(x)) for _ in range(3))
+    assert dict(graphed.stats.fallbacks) == {"a nested tensor": 3}

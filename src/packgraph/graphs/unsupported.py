@@ -1,4 +1,5 @@
-"""Modules that cannot be captured as they are: their own machinery works through hooks that a replay would skip."""
+"""Modules that cannot be captured as they are: they work through hooks that a replay would skip, or hold tensors whose
+memory torch does not show."""
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,11 @@ def find_unsupported(module: torch.nn.Module) -> Unsupported | None:
             remedy = ("call disable_input_require_grads() of the model: checkpoints need no such hook with "
                       "gradient_checkpointing_kwargs={'use_reentrant': False}")
         return Unsupported("module hooks", f"{hooks}, which would run at capture only, never at a replay", remedy)
+    nested = next((name for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+                   if tensor.is_nested), None)
+    if nested is not None:  # torch crashes where its memory is asked for
+        return Unsupported("a nested tensor", f"{nested!r} is a nested tensor, whose memory cannot be looked at",
+                           "hold its values and offsets as two tensors, and make it of them in forward")
     return None
 
 
