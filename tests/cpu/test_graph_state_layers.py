@@ -59,6 +59,7 @@ def by_an_operator(module, x):
 
 @pytest.mark.parametrize("function", [by_name, by_string, by_beginning, by_attribute, by_value, by_an_operator])
 def test_a_method_that_a_library_adds_to_all_modules_is_watched_where_code_names_it(function, monkeypatch):
+    monkeypatch.setattr(scaled, "__module__", "pytest")  # as of an installed package
     monkeypatch.setattr(torch.nn.Module, "scaled", scaled, raising=False)
     monkeypatch.setattr(torch.nn.Module, "__matmul__", scaled, raising=False)
     module = One(function, rest="led", whole="scaled")

@@ -463,9 +463,11 @@ class Walk:
 
     def _note_added(self) -> None:
         """What installed packages have put into classes of torch under names that torch does not use: walked where
-        code names it, and where Python calls it without a name (`len(module)`)."""
+        code names it or computes such a name, and where Python calls it without one (`len(module)`)."""
+        begun = tuple(self._prefixes)
         for name, value, table in self._added:
-            if name in self._names or (name[:2] == name[-2:] == "__") or not is_installed(_module_of(value)):
+            named = name in self._names or (begun and name.startswith(begun)) or name[:2] == name[-2:] == "__"
+            if named or not is_installed(_module_of(value)):
                 self._note(value, table.place_of(name), table.mark_of(name), 0)
 
     def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
