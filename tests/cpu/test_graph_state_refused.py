@@ -16,6 +16,7 @@ import types
 import warnings
 import weakref
 
+import hiddenkit
 import numpy
 import pytest
 import torch
@@ -199,6 +200,13 @@ def test_a_torch_generator_and_the_global_generators_are_fine():
 def test_what_is_too_large_to_compare_is_refused(held):
     graphed = graph(One(held=held()), warmup=0)
     with pytest.warns(PackgraphWarning, match="too many to be compared before every call"):
+        run(graphed)
+    assert graphed.stats.fallbacks[HIDDEN_STATE] == 5
+
+
+def test_a_global_of_which_nothing_is_known_is_refused():
+    graphed = graph(hiddenkit.BOTH_NAMES_COMPUTED(), warmup=0)
+    with pytest.warns(PackgraphWarning, match="import the module by its name"):
         run(graphed)
     assert graphed.stats.fallbacks[HIDDEN_STATE] == 5
 

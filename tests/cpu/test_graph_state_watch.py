@@ -184,3 +184,20 @@ def test_requires_grad_is_seen_with_gradients_off_too(grad):
         assert state.changed() is None
         module.weight.requires_grad_(False)
         assert "requires_grad of 'weight' changed" in str(state.changed())
+
+
+class Kind(type):
+    pass
+
+
+class OwnKind(Kind, metaclass=Kind):
+    """A class that is its own metaclass, as h11 has them."""
+
+
+OwnKind.__class__ = OwnKind
+
+
+def test_a_class_that_is_its_own_metaclass_is_walked_once():
+    graphed = captured(One(lambda m, x: m.linear(x) * len(OwnKind.__name__)), X)
+    graphed(X)
+    assert graphed.stats.replayed == 3 and not graphed.stats.recaptures

@@ -234,7 +234,8 @@ WATCHED: tuple[KindRule, ...] = (
              Treatment.FUNCTION,
              "their operations are baked, with every constant that their code reads, by a name in a string, "
              "too (`globals()`, `eval`, `sys.modules`); where your code computes the name, with all that "
-             "begins like it in the Python module; `exec` and `eval` of a computed string: all globals",
+             "begins like it in the Python module; `exec` and `eval` of a computed string: all globals; where it "
+             "computes the Python module's name as well, the module runs eagerly",
     ),
     KindRule(
              "classes",

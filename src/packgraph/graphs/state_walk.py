@@ -314,7 +314,7 @@ class Walk:
                 self._follow(found, reads.attributes | reads.names)
         if not is_installed(origin):
             for strings in reads.strings:
-                self._note_strings(strings, function.__globals__, reads.attributes)
+                self._note_strings(strings, function, reads.attributes)
         held = [value for _, value in closure.entries if isinstance(value, types.ModuleType)]
         self._follow(held, reads.attributes)
 
@@ -381,9 +381,10 @@ class Walk:
             found = self._note_namespace(*pending.pop()) if pending else []
 
     def _note_strings(
-        self, strings: ByString, namespace: dict[str, Any], attributes: frozenset[str]
+        self, strings: ByString, function: types.FunctionType, attributes: frozenset[str]
     ) -> None:
         """What code reads by names in strings, of modules that are nobody's installed package."""
+        namespace = function.__globals__
         package, label = namespace.get("__package__"), namespace.get("__name__", "")
         found = [
             module
@@ -409,8 +410,20 @@ class Walk:
                 self._note_whole(vars(target), prefix, attributes)
                 continue
             self._prefixes.add(prefix)
-            for module in () if path else found:
+            unknown = target is None or isinstance(target, types.FunctionType)  # what it returns
+            if unknown and strings.any_module and not prefix:
+                self._refuse_any_global(function)
+                continue
+            for module in found if unknown else ():
                 self._note_whole(vars(module), prefix, attributes)
+
+    def _refuse_any_global(self, function: types.FunctionType) -> None:
+        if self.refused is None:
+            self.refused = Refused(
+                f"{function.__qualname__} computes the name of a Python module and of what it reads "
+                "there: any global of the program",
+                "import the module by its name, or look the value up before the call",
+            )
 
     def _note_whole(
         self, namespace: dict[str, Any], prefix: str, attributes: frozenset[str]
@@ -436,8 +449,6 @@ class Walk:
         """A class and its bases. made: code may make instances of it."""
         if self._classes.get(kind) or (kind in self._classes and not made):
             return
-        if not is_library_class(type(kind)):
-            self._note_class(type(kind))
         stop = torch.nn.Module if torch.nn.Module in kind.__mro__ else object
         for base in kind.__mro__[: kind.__mro__.index(stop)]:
             library, known = is_library_class(base), base in self._classes
@@ -449,6 +460,8 @@ class Walk:
             for name, value in () if library else table.entries:
                 if row_of(value).treatment is not Treatment.FUNCTION:
                     self._note(value, table.place_of(name), table.mark_of(name), 0)
+        if not is_library_class(type(kind)):  # at last: a class may be its own metaclass
+            self._note_class(type(kind))
 
     def _note_layers(self) -> None:
         """What torch's own layers call by name: nobody walks their code."""

@@ -14,5 +14,5 @@ def fresh(make):
     return made
 
 
-for name, (make, change, _) in hiddenkit.CASES_OF_ONE_MODULE.items():
+for name, (make, change, _) in (hiddenkit.CASES_OF_ONE_MODULE | hiddenkit.CASES_REFUSED).items():
     add(GROUP, name, fresh(make), mutate=change)
